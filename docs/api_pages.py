@@ -128,10 +128,10 @@ PAGES = (
         {"fairshard.cli.loop": ()},
     ),
     Page(
-        "testing",
-        "For tests",
-        "Ranks as reused processes, fake process groups, counters of copies and collectives.",
-        {f"{UTILS}.testing": (), f"{UTILS}.collectives": ()},
+        "collectives",
+        "Collectives",
+        "The collectives of the engine, and their counters.",
+        {f"{UTILS}.collectives": ()},
     ),
 )
 

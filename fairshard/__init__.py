@@ -8,12 +8,12 @@ from fairshard.version import __version__
 
 if TYPE_CHECKING:
     from fairshard.checkpoint import Checkpointer as Checkpointer
+    from fairshard.extras.observe.timeline import timeline as timeline
     from fairshard.nn import FSDP as FSDP
     from fairshard.nn import FSDPModule as FSDPModule
     from fairshard.nn import FullyShardedDataParallel as FullyShardedDataParallel
     from fairshard.nn import fully_shard as fully_shard
     from fairshard.nn.wrap import describe as plan
-    from fairshard.observe.timeline import timeline as timeline
     from fairshard.optim import CPUOptimizer as CPUOptimizer
     from fairshard.planning.model_summary import summary as summary
 
@@ -26,7 +26,7 @@ _HOMES = {
     "fully_shard": "fairshard.nn",
     "plan": "fairshard.nn.wrap:describe",
     "summary": "fairshard.planning.model_summary",
-    "timeline": "fairshard.observe.timeline",
+    "timeline": "fairshard.extras.observe.timeline",
 }
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy(__name__, _HOMES)

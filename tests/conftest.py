@@ -8,9 +8,9 @@ import hypothesis
 import pytest
 import torch
 
-from fairshard.utils.testing import default_pool
 from tests import sim
 from tests.covering import leave_cells_to_full
+from tests.kit import default_pool
 from tests.sim import ranks
 from tests.test_features import refuse_skip_of_a_row
 from tests.torch_gaps import PREFIX, gap_of

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fairshard.nn import FullyShardedDataParallel
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 
 VOCAB, DIM, HIDDEN = 13, 6, 11
 

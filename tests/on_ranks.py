@@ -9,7 +9,7 @@ import pytest
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 
-from fairshard.utils.testing import run_ranks
+from tests.kit import run_ranks
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 
 
 def mean_over_ranks(tensor, group=None, num_shards=None):

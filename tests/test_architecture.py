@@ -32,25 +32,24 @@ UTILS = "fairshard.utils"
 
 # Floors, bottom to top: the modules directly below fairshard/. A module imports from its own floor or a lower one.
 FLOORS = [
-    *("errors", "version", "utils", "params", "engine", "settings", "views", "checks", "observe", "join", "setup"),
-    *("state", "planning", "optim", "checkpoint", "nn", "integrations", "cli"),
+    *("errors", "version", "utils", "params", "engine", "settings", "views", "checks", "setup"),
+    *("state", "planning", "optim", "nn", "checkpoint", "extras", "observe", "integrations", "cli"),
 ]
 
-# Imports that still point up, by importing module.
-EXCEPTIONS: dict[str, set[str]] = {}
+# Imports that still point up, by importing module: names that doors offer, and wings that are not listeners yet.
+EXTRAS = "fairshard.extras"
+EXCEPTIONS: dict[str, set[str]] = {
+    "fairshard.nn.data_parallel": {f"{EXTRAS}.observe.{name}" for name in ("observer", "unit_event")},
+    "fairshard.nn.data_parallel.running": {f"{EXTRAS}.observe.profile_regions"},
+    "fairshard.nn.data_parallel.wrapper.joining": {f"{EXTRAS}.join.{name}" for name in ("join", "optimizers")},
+    "fairshard.nn.wrap": {f"{EXTRAS}.planning.{name}" for name in ("describe", "memory", "wrap_plan")},
+    "fairshard.optim": {f"{EXTRAS}.muon.muon"},
+    "fairshard.optim.sharded_grad_scaler": {f"{EXTRAS}.join.optimizers"},
+    "fairshard.setup.claim": {f"{EXTRAS}.observe.profile_regions"},
+}
 
 # Files that still import each other, directly or not.
 CIRCLES: list[set[str]] = []
-
-# Old paths: each file takes its names from the new path, which may be on a higher floor. Removed in the next release.
-OLD_PATHS = {
-    "fairshard.nn.data_parallel.options": "fairshard.settings.fsdp1",
-    "fairshard.nn.data_parallel.policies": "fairshard.settings.fsdp2",
-    "fairshard.nn.data_parallel.state_dict_config": "fairshard.settings.state_dicts",
-    "fairshard.nn.data_parallel.summary": "fairshard.planning.summary",
-    "fairshard.utils.timeline": "fairshard.observe.timeline",
-    "fairshard.utils.unit_event": "fairshard.observe.unit_event",
-}
 
 COMMUNICATING = [f"{UTILS}.{name}" for name in ("collectives", "groups", "messages", "unequal_rows")]
 
@@ -181,16 +180,6 @@ def test_no_two_files_import_each_other():
     assert circles(graph) == {frozenset(names) for names in CIRCLES}
 
 
-@pytest.mark.parametrize(("old", "new"), OLD_PATHS.items(), ids=OLD_PATHS.keys())
-def test_old_paths_hold_no_code(old, new):
-    """A file at an old path says where its names are now, and nothing more."""
-    docstring, imported, assigned = ast.parse(KNOWN[old].read_text()).body
-    assert isinstance(docstring, ast.Expr)
-    assert ast.unparse(imported) == "from fairshard.utils.moved import moved"
-    assert ast.unparse(assigned) == f"__getattr__ = moved(__name__, {new!r})"
-    assert new in KNOWN
-
-
 def test_no_room_needs_an_integration():
     """Only the command line may know the integrations, which import other people's packages."""
     for name, path in KNOWN.items():
@@ -199,12 +188,13 @@ def test_no_room_needs_an_integration():
             assert not wanted, f"{name} imports {wanted}"
 
 
-def test_only_old_paths_reach_up_by_name():
-    """`moved`, which imports a module without an import statement, is called only at old paths."""
+def test_extras_do_not_know_each_other():
+    """Each folder of ``fairshard.extras`` imports from itself and from other rooms only."""
     for name, path in KNOWN.items():
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.Call) and dotted(node.func) == "moved":
-                assert name in OLD_PATHS, f"{path}:{node.lineno}"
+        if name.startswith(f"{EXTRAS}."):
+            wing = ".".join(name.split(".")[:3])
+            others = [target for _, target in imports(path) if target.startswith(f"{EXTRAS}.")]
+            assert all(target == wing or target.startswith(f"{wing}.") for target in others), f"{name}: {others}"
 
 
 def test_span_imports_nothing():
@@ -279,8 +269,8 @@ def test_new_tensors_name_their_device(path):
 
 @in_each_file
 def test_collectives_are_called_in_few_files(path):
-    """Collectives and groups of torch.distributed are used in the files of `COMMUNICATING` only, and for tests."""
-    if module_name(path) in (*COMMUNICATING, f"{UTILS}.testing", f"{UTILS}.rank_call"):
+    """Collectives and groups of torch.distributed are used in the files of `COMMUNICATING` only."""
+    if module_name(path) in COMMUNICATING:
         return
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fairshard
-from fairshard.utils.testing import run_ranks
+from tests.kit import run_ranks
 
 ROOT = Path(__file__).parent.parent
 # Built pages, and scripts of other packages: tests/integrations/test_pages.py runs those.

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fairshard.cli.main import main
-from fairshard.utils.testing import run_ranks
+from tests.kit import run_ranks
 
 DOCS = Path(__file__).parents[1] / "docs"
 SCRIPTS = DOCS / "scripts"

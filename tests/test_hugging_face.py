@@ -17,7 +17,7 @@ from fairshard.engine.tree import units_below
 from fairshard.errors import FairshardError, ParameterShardedError
 from fairshard.nn import FSDP, fully_shard, register_forward_method
 from fairshard.nn.wrap import ModuleWrapPolicy
-from fairshard.utils.testing import rank_device, run_ranks
+from tests.kit import rank_device, run_ranks
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state
 

@@ -15,8 +15,9 @@ from tests.test_architecture import FILES, dotted, module_name
 # Slow to import, and needed by few programs.
 UNWANTED = (
     *("torch.distributed.checkpoint", "torch.distributed.elastic", "matplotlib", "tqdm", "transformers"),
-    *("fairshard.checkpoint", "fairshard.cli", "fairshard.integrations", "fairshard.planning", "fairshard.optim.muon"),
-    *("fairshard.optim.cpu_optimizer", "fairshard.observe.observer", "fairshard.nn.wrap"),
+    *("fairshard.checkpoint", "fairshard.cli", "fairshard.integrations", "fairshard.planning", "fairshard.extras.muon"),
+    "fairshard.extras.planning",
+    *("fairshard.optim.cpu_optimizer", "fairshard.extras.observe.observer", "fairshard.nn.wrap"),
     *("fairshard.state.fairscale_shards", "fairshard.checks.histories"),
 )
 MAX_MODULES_OF_BOTH_DOORS = 190  # were 288

@@ -6,7 +6,7 @@ from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import Owned
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.reference import average_grads_, randn
 

@@ -25,7 +25,7 @@ from fairshard.cli.wrapping import POLICIES, check_policy, policy_of
 
 _GPT_FLAGS = ("layers", "dim", "heads", "context", "vocab_size")
 if TYPE_CHECKING:
-    from fairshard.planning.wrap_plan import WrapPlan
+    from fairshard.extras.planning.wrap_plan import WrapPlan
 
 _OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from fairshard.planning.wrap_plan import WrapPlan
+from fairshard.extras.planning.wrap_plan import WrapPlan
 from fairshard.utils.size_text import size_text
 
 _COLORS = ("#3f6fb5", "#e0a63b", "#5d9c8b", "#c8553d", "#9b7bb8", "#7a6a5c", "#86a8d6", "#d9a79a", "#a9c9be", "#bdbdbd")

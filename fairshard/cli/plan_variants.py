@@ -12,7 +12,7 @@ from fairshard.utils.size_text import size_text
 from fairshard.utils.table import table
 
 if TYPE_CHECKING:
-    from fairshard.planning.wrap_plan import WrapPlan
+    from fairshard.extras.planning.wrap_plan import WrapPlan
 
 VARIANTS = ("none", "blocks", "blocks@row-blocks", "blocks@owned")
 """The wrappings that are compared if none is named."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from fairshard.observe.timeline import timeline
+from fairshard.extras.observe.timeline import timeline
 
 TRACE_FILES = ("trace.json", "trace.png")
 

@@ -251,12 +251,12 @@ class Backward:
 
     def retract(self) -> None:
         """Remove the zero gradients of parameters that no rank has reached after all."""
-        start = 0
-        for unit in self.units if self._leaves is not None else ():
+        start, leaves = 0, self._leaves
+        for unit in self.units if leaves is not None else ():
             for flat_param in unit.flat_params:
                 stop = start + len(flat_param.slots)
                 if flat_param.is_owed and unit.sync:
-                    flat_param.grad.retract(self._leaves[start:stop])
+                    flat_param.grad.retract(leaves[start:stop])  # type: ignore[index]
                 start = stop
 
     def abandon(self) -> None:

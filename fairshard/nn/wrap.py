@@ -13,22 +13,18 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
 
 from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
 from fairshard.planning.choice import Chooser, ModuleTree
-from fairshard.planning.memory import OPTIMIZERS, plan_memory
-from fairshard.planning.padding import OwnedBytes
 from fairshard.planning.policies import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -41,12 +37,24 @@ from fairshard.planning.policies import (
     transformer_auto_wrap_policy,
     wrapper_config,
 )
-from fairshard.planning.units import UnitPlan
-from fairshard.planning.wrap_plan import BucketRow, MemoryTerm, WrapPlan
-from fairshard.setup.ignored import resolve_ignored
-from fairshard.setup.lines import PlacementFn
-from fairshard.utils.device import default_device_type
 from fairshard.utils.groups import group_of_one
+from fairshard.utils.lazy import lazy
+
+if TYPE_CHECKING:
+    from fairshard.extras.planning.describe import describe
+    from fairshard.extras.planning.memory import OPTIMIZERS
+    from fairshard.extras.planning.wrap_plan import BucketRow, MemoryTerm, WrapPlan
+
+_PLANNING = "fairshard.extras.planning"
+_HOMES = {
+    "OPTIMIZERS": f"{_PLANNING}.memory",
+    "BucketRow": f"{_PLANNING}.wrap_plan",
+    "MemoryTerm": f"{_PLANNING}.wrap_plan",
+    "WrapPlan": f"{_PLANNING}.wrap_plan",
+    "describe": f"{_PLANNING}.describe",
+}
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy(__name__, _HOMES)
 
 __all__ = [
     "OPTIMIZERS",
@@ -186,53 +194,3 @@ def auto_wrap_bn(
         return module
     with enable_wrap(wrapper_cls=FullyShardedDataParallel):
         return auto_wrap(module, ModuleWrapPolicy({_BatchNorm}), **config)
-
-
-def describe(
-    module: nn.Module,
-    policy: Any = None,
-    world_size: int = 1,
-    *,
-    num_replicas: int | None = None,
-    optimizer: str | Callable[[list[nn.Parameter]], Optimizer] = "adamw",
-    device: str | None = None,
-    ignored_modules: Iterable[nn.Module] | None = None,
-    placement_fn: PlacementFn | None = None,
-    **wrapper_kwargs: Any,
-) -> WrapPlan:
-    """Plan ``FullyShardedDataParallel(module, auto_wrap_policy=policy, **wrapper_kwargs)`` without wrapping.
-
-    Changes nothing and needs no process group; the module may be on the meta device, where a model of any size takes
-    no memory.
-
-    Args:
-        module: the model, not wrapped.
-        policy: the ``auto_wrap_policy``; None makes one unit.
-        world_size: number of ranks to shard over, or with NO_SHARD to average gradients over.
-        num_replicas: with hybrid strategies, the number of groups of ``world_size`` ranks.
-        optimizer: a name from ``OPTIMIZERS``, or a function from parameters to an optimizer.
-        device: type of the device that computes, such as ``"cpu"`` or ``"cuda"``; if None, as in this process.
-        ignored_modules: modules that are not sharded, including all modules below them.
-        placement_fn: maps a parameter to a ``RowBlocks`` or an ``Owned``, like ``shard_placement_fn`` of
-            ``fully_shard``, or to None. Sizes of shards and memory are those of the rank that owns most.
-        wrapper_kwargs: other arguments of the wrapper, including ``ignored_states`` and ``ignored_parameters``.
-
-    Returns: units, buckets and the predicted peak memory by term, without activations.
-
-    Raises:
-        ValueError: the module already contains a unit, an argument is invalid for a plan, or the wrapper would raise.
-        TypeError: the wrapper would raise.
-    """
-    bound = inspect.signature(FullyShardedDataParallel).bind(module, **wrapper_kwargs)
-    bound.apply_defaults()
-    arguments = {name: value for name, value in bound.arguments.items() if name not in ("module", "auto_wrap_policy")}
-    others = arguments["ignored_states"], arguments["ignored_parameters"]
-    units = UnitPlan(module, policy, arguments, resolve_ignored(module, ignored_modules, *others)).units
-    loads = [0] * max(1, world_size)
-    if placement_fn is not None and world_size > 0:
-        for unit in reversed(units):  # inner units are sharded first
-            unit.place(placement_fn, world_size, loads)
-        for unit in units:
-            unit.rank = loads.index(max(loads))
-    plan = plan_memory(units, world_size, num_replicas, optimizer, device or default_device_type())
-    return replace(plan, owned=OwnedBytes.of(loads))

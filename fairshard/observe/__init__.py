@@ -1,4 +1,1 @@
-"""The observer: events of a training step, and pictures of them.
-
-May import from this folder and from errors, utils, settings, params, engine, views, checks.
-"""
+"""The public path of the timeline, which lives in `fairshard.extras.observe`."""

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 from fairshard.utils.lazy import lazy
 
 if TYPE_CHECKING:
+    from fairshard.extras.muon.muon import Muon as Muon
     from fairshard.optim.cpu_optimizer import CPUOptimizer as CPUOptimizer
-    from fairshard.optim.muon import Muon as Muon
     from fairshard.optim.sharded_grad_scaler import ShardedGradScaler as ShardedGradScaler
 
 _HOMES = {
     "CPUOptimizer": "fairshard.optim.cpu_optimizer",
-    "Muon": "fairshard.optim.muon",
+    "Muon": "fairshard.extras.muon.muon",
     "ShardedGradScaler": "fairshard.optim.sharded_grad_scaler",
 }
 if not TYPE_CHECKING:

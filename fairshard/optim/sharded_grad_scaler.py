@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fairshard.checks.optimizer_check import check_gradients
-from fairshard.join.optimizers import check_scaler
+from fairshard.extras.join.optimizers import check_scaler
 from fairshard.optim.cpu_optimizer import CPUOptimizer
 from fairshard.utils.device import default_device_type
 from fairshard.utils.groups import communicator, default_group

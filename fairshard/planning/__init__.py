@@ -1,5 +1,1 @@
-"""Plans: which modules become units, and the cost of a wrapped model in memory and messages.
-
-May import from this folder and from errors, utils, settings, params, engine, views, checks, observe, join, setup,
-state.
-"""
+"""Which modules become units, and the table of the units of a model."""

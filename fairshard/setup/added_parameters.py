@@ -1,71 +1,74 @@
-"""Parameters that appear in a model after it was sharded: refused by name at the next forward.
+"""Parameters that appear in a model after it was sharded: refused by name.
 
-torch calls the hooks of this file whenever a module of this process gets a parameter or a submodule, except in
-``functional_call``, which replaces parameters for one call. They only count, so that a forward walks the model again
-only after a change.
+When a pass begins, the modules and the parameters that the model has are compared with those of the last check, in some
+50 ns each. If they are others, every parameter is looked at.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterable
+from itertools import chain
+from operator import is_
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fairshard.checks.optimizer_check import stepped_of
 from fairshard.engine.tree import is_wrapper, paths_of, unit_of, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
-from fairshard.params.slot import ParamSlot, sharded_param_of, slot_of
-from fairshard.setup.around import watch_ddp
+from fairshard.params.slot import ParamSlot, slot_of
 from fairshard.utils.failures import reported
 from fairshard.utils.names import join
 
-_num_changes = 0
-_watching: set[Callable[..., Any]] = set()
-# By `id` of a module: the names of its sharded parameters that were replaced.
-_replaced: dict[int, tuple[weakref.ref[nn.Module], set[str]]] = {}
+
+class Known:
+    """What ``module`` had at the last check: the submodules and the parameters of each module below it, in order."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        parts = [part for _, part in walk(module)]
+        self._views: list[Any] = [entries.values() for part in parts for entries in (part._modules, part._parameters)]
+        self._values = list(chain.from_iterable(self._views))
+
+    def is_current(self, module: nn.Module) -> bool:
+        """Whether ``module`` is the same module, and has the same modules and parameters."""
+        return (
+            self.module is module
+            and sum(map(len, self._views)) == len(self._values)
+            and all(map(is_, chain.from_iterable(self._views), self._values))
+        )
 
 
-def watch_additions() -> None:
-    """From now on, count parameters and modules that are registered anywhere in this process."""
-    call_on_registration(_on_parameter, _on_module)
-
-
-def call_on_registration(on_parameter: Callable[..., Any], on_module: Callable[..., Any]) -> None:
-    """From now on, call these functions for each parameter and submodule that a module of this process gets.
-
-    Also refuses DistributedDataParallel over the ranks of a unit.
-    """
-    if on_parameter not in _watching:
-        register_module_parameter_registration_hook(on_parameter)
-        register_module_module_registration_hook(on_module)
-        _watching.add(on_parameter)
-    watch_ddp()
+def has_changed(module: nn.Module, unit: Unit) -> bool:
+    """Whether ``module``, the outermost of ``unit``, has changed since `check_added`."""
+    known: Known | None = unit.origin.known
+    return known is None or not known.is_current(module)
 
 
 def check_added(module: nn.Module, unit: Unit) -> None:
-    """Check the units in ``module``, whose outermost is ``unit``, if anything was registered since the last check.
+    """Check the units in ``module``, whose outermost is ``unit``.
 
     Raises:
         FairshardError: a parameter was added to a unit, or replaces a sharded one.
     """
-    if unit.origin.num_changes != _num_changes:
-        try:
-            check_all_known(module)
-        except FairshardError as error:
-            raise reported(error) from None
-        unit.origin.num_changes = _num_changes
+    unit.origin.known = None
+    try:
+        replaced = check_all_known(module)
+    except FairshardError as error:
+        raise reported(error) from None
+    if not replaced:
+        unit.origin.known = Known(module)
 
 
-def check_all_known(module: nn.Module) -> None:
-    """Check every parameter of the units in ``module``.
+def check_all_known(module: nn.Module) -> bool:
+    """Check every parameter of the units in ``module``; returns whether one has another tensor in its place.
+
+    That tensor may be there for one call only (``functional_call``). If a backward finds it still there, and trains it,
+    it raises.
 
     Raises:
         FairshardError: see `check_added`.
@@ -78,37 +81,71 @@ def check_all_known(module: nn.Module) -> None:
         for slot in flat_param.slots
         for owner, name in slot.owners
     }
+    any_replaced = False
     for holder, unit in holders:
-        ignored = unit.origin.ignored.ids
-        places = {(id(part), name) for part, name in unit.origin.ignored_places}
-        parts = ([("", holder)] if is_wrapper(holder) else []) + paths_of(holder)
-        # Ignored modules may be changed and replaced: what is in their places now is ignored too.
-        free = [part for _, part in parts if id(part) in ignored]
-        free += [part for owner, name in unit.origin.ignored_places if (part := owner._modules.get(name)) is not None]
-        within = {id(inner) for part in free for inner in part.modules()}
-        for path, part in parts:
-            if id(part) in within:
+        for path, part, name, param in _not_ignored(holder, unit):
+            slot = slots.get((id(part), name))
+            if slot is not None and slot.holds(param):
                 continue
+            fqn = join(unit.fqn, join(path, name))
+            if slot is None:
+                if stepped_of(param) is None and slot_of(param) is None:
+                    raise FairshardError(refusal_of_new(fqn, is_wrapper(holder)))
+                continue
+            _check_replacement(slot, param, fqn, is_wrapper(holder))
+            any_replaced = True
+            _refuse_if_trained(part, name, param, slot, fqn)
+    return any_replaced
+
+
+def _not_ignored(holder: nn.Module, unit: Unit) -> Iterable[tuple[str, nn.Module, str, nn.Parameter]]:
+    """``(path, module, name, parameter)`` of what ``unit`` must have sharded."""
+    ignored = unit.origin.ignored.ids
+    places = {(id(part), name) for part, name in unit.origin.ignored_places}
+    parts = ([("", holder)] if is_wrapper(holder) else []) + paths_of(holder)
+    # Ignored modules may be changed and replaced: what is in their places now is ignored too.
+    free = [part for _, part in parts if id(part) in ignored]
+    free += [part for owner, name in unit.origin.ignored_places if (part := owner._modules.get(name)) is not None]
+    within = {id(inner) for part in free for inner in part.modules()}
+    for path, part in parts:
+        if id(part) not in within:
             for name, param in part._parameters.items():
-                place = id(part), name
-                if param is None or id(param) in ignored or place in places:
-                    continue
-                if _is_new(part, name, param, slots.get(place)):
-                    raise FairshardError(refusal_of_new(join(unit.fqn, join(path, name)), is_wrapper(holder)))
+                if param is not None and id(param) not in ignored and (id(part), name) not in places:
+                    yield path, part, name, param
 
 
-def _is_new(module: nn.Module, name: str, param: nn.Parameter, slot: ParamSlot | None) -> bool:
-    if slot is None:
-        return stepped_of(param) is None and slot_of(param) is None
-    if slot.holds(param):
-        return False
-    # Another tensor under a known name may be there for one call only (functional_call).
-    reference, names = _replaced.get(id(module), (None, ()))
-    is_replaced = reference is not None and reference() is module and name in names
-    return is_replaced or (isinstance(param, DTensor) and slot.registered is not None)
+def _check_replacement(slot: ParamSlot, param: nn.Parameter, fqn: str, in_wrapper: bool) -> None:
+    other = stepped_of(param) if slot.registered is not None else None
+    if other is not None:
+        raise FairshardError(
+            f"Weights must be tied before they are sharded, but sharded parameter `{other.name}` was assigned to "
+            f"`{fqn}`: each has its own shards, and would be trained by itself. Tie them before sharding; to copy the "
+            "values, call `copy_` under `torch.no_grad()`."
+        )
+    registered = slot.registered
+    if isinstance(param, DTensor) and isinstance(registered, DTensor) and param.device_mesh == registered.device_mesh:
+        raise FairshardError(refusal_of_new(fqn, in_wrapper))
 
 
-def refusal_of_new(fqn: str, in_wrapper: bool = False) -> str:
+_watched: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors that `_refuse_if_trained` has seen
+
+
+def _refuse_if_trained(module: nn.Module, name: str, param: nn.Parameter, slot: ParamSlot, fqn: str) -> None:
+    """Make a backward raise that accumulates a gradient in ``param`` while it is still ``module.name``."""
+    if param in _watched or not param.requires_grad or not param.is_leaf:
+        return
+    _watched[param] = True
+    holder, is_dtensor = weakref.ref(module), isinstance(slot.registered, DTensor)
+
+    def check(trained: Any) -> None:
+        part = holder()
+        if part is not None and part._parameters.get(name) is trained:
+            raise reported(FairshardError(_refusal_of_whole(fqn) if is_dtensor else refusal_of_new(fqn, True)))
+
+    param.register_post_accumulate_grad_hook(check)
+
+
+def refusal_of_new(fqn: str, in_wrapper: bool) -> str:
     """The error message for a parameter that was added to a sharded model."""
     how = (
         "Add it before wrapping, or wrap the model with its module in `ignored_modules`; to change the values of a "
@@ -123,29 +160,10 @@ def refusal_of_new(fqn: str, in_wrapper: bool = False) -> str:
     )
 
 
-def _on_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    global _num_changes
-    if module._parameters.get(name) is param:
-        return
-    _num_changes += 1
-    if name in module._parameters and sharded_param_of(module) is not None:
-        _note_replaced(module, name)
-
-
-def _on_module(module: nn.Module, name: str, submodule: nn.Module) -> None:
-    global _num_changes
-    _num_changes += 1
-
-
-def _note_replaced(module: nn.Module, name: str) -> None:
-    key = id(module)
-
-    def forget(reference: weakref.ref[nn.Module]) -> None:
-        if key in _replaced and _replaced[key][0] is reference:
-            del _replaced[key]
-
-    reference, names = _replaced.get(key, (None, set[str]()))
-    if reference is None or reference() is not module:
-        names = set()
-        _replaced[key] = weakref.ref(module, forget), names
-    names.add(name)
+def _refusal_of_whole(fqn: str) -> str:
+    return (
+        f"Parameter `{fqn}` must stay a DTensor once it is sharded, but was replaced by an unsharded one, which every "
+        "rank would train separately. Copy the values into it "
+        "(`with torch.no_grad(): param.copy_(distribute_tensor(values, param.device_mesh, param.placements))`), or "
+        "load a state dict."
+    )

@@ -23,7 +23,6 @@ from fairshard.settings.groups import check_pairs, part_of
 from fairshard.setup.late_changes import adopt_all_changes, connect
 from fairshard.setup.lines import forget_loads
 from fairshard.setup.naming import place
-from fairshard.setup.one_model import check_one_model, note_model
 from fairshard.setup.placement import check_host_memory, compute_device
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.dynamo import untraced
@@ -35,10 +34,10 @@ from fairshard.views.rows import join_gathers
 def claim(module: nn.Module) -> Root:
     """Make ``module``, which is in no model yet, the outermost of all units below it. **Collective.**
 
-    Sets up the groups' communicators and compares the units across ranks.
+    Units that were in another model leave it. Sets up the groups' communicators and compares the units across ranks.
 
     Raises:
-        ValueError: a unit is also in another model that still exists.
+        TrainingStateError: a pass is running in the model that a unit was in before.
         FairshardError: parameters have no memory, or were added or replaced; if only on some ranks, a
             `RanksDisagreeError` on all.
     """
@@ -46,7 +45,6 @@ def claim(module: nn.Module) -> Root:
     for _, unit in found:
         if unit.root is not None:
             unit.root.assert_idle("forward of an outer unit")
-    check_one_model(module, found)
     for fqn, unit in found:
         unit.unpin()
         place(unit, fqn)
@@ -91,7 +89,6 @@ def claim(module: nn.Module) -> Root:
             NanCheck(units, [*distinct, *_comms_of_dtensors(units)]),
         ],
     )
-    note_model(root, module)
     own_modules: dict[Unit, list[nn.Module]] = {unit: [] for unit in units}
     for _, part in walk(module):
         if (owner := unit_of(part)) is not None:
@@ -108,6 +105,22 @@ def claim(module: nn.Module) -> Root:
                 unit.keep_parts(among)
             unit.prefetch.choose_among(units)
     return root
+
+
+def check_complete(module: nn.Module, root: Root) -> None:
+    """Check that no unit in ``module``, of the model of ``root``, has joined another model since.
+
+    Raises:
+        ValueError: one has.
+    """
+    gone = next((unit for unit in root.units if unit.root is not root), None)
+    if gone is not None and any(unit is gone for _, unit in units_below(module)):
+        raise ValueError(
+            f"A unit must belong to one model, but unit `{gone.fqn or 'root'}` of this model has joined another one, "
+            "which was called since. Wrap a module around both models and call that, so that one backward reduces the "
+            "gradients of both; or make both ignore the shared part (`ignored_modules`, or `ignored_params` of "
+            "fully_shard), which every rank then keeps whole."
+        )
 
 
 def _check_agreement(

@@ -221,7 +221,7 @@ def _home(own: OwnTensors, wanted: torch.device | None, group: ProcessGroup) -> 
             f"The parameters of a unit must be on one device, but there are {places}. Move the module, or pass "
             "`device_id` to move it."
         )
-    inner = [unit.origin.device for _, unit in units_below(own.module)]
+    inner: list[torch.device] = [unit.origin.device for _, unit in units_below(own.module)]
     if devices or inner:
         return next(iter([*devices, *inner]))
     if own.on_meta and default_device_type() != "cpu" and communicates(group, current_device()):

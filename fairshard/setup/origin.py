@@ -41,8 +41,8 @@ class Origin:
     ``is_placed``: the user chose the device. ``moves_inputs``: a forward moves its inputs there. ``sums``: if ranks
     may have begun with different values, a checksum of each parameter until they are compared. ``shared``: the
     `SharedParams` of other units that its modules use. ``ignored_places``: modules that hold ignored parameters and
-    modules, and the names there. ``num_changes``: how many modules and parameters had been registered in this process
-    when the model was last checked for new ones.
+    modules, and the names there. ``known``: the modules and parameters that the model had when it was last checked for
+    new ones.
     """
 
     device: torch.device
@@ -52,7 +52,7 @@ class Origin:
     sums: dict[str, Tensor]
     shared: Any
     ignored_places: Sequence[tuple[nn.Module, str]] = ()
-    num_changes: int = -1
+    known: Any = None
     _versions: list[int] = field(default_factory=list)
 
     def note_cut(self, flat_params: Sequence[FlatParam]) -> None:
@@ -74,7 +74,7 @@ class Origin:
         return [module for module in modules if id(module) not in ignored]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "sums": {}, "num_changes": -1}
+        return {**self.__dict__, "sums": {}, "known": None}
 
 
 def move_inputs(inputs: Any, device: torch.device) -> Any:

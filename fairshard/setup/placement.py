@@ -35,7 +35,8 @@ def compute_device(units: list[Unit]) -> torch.device:
                 if device.type != "cpu":
                     return device
     if not any(unit.flat_params for unit in units):
-        return units[0].origin.device
+        chosen: torch.device = units[0].origin.device
+        return chosen
     device = torch.device("cpu")
     if default_device_type() != "cpu" and not any(unit.origin.is_placed for unit in units):
         accelerator = current_device()

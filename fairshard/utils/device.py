@@ -4,7 +4,6 @@ Every device that torch knows as an accelerator takes the same path, by `torch.g
 are in ``streams.py``.
 """
 
-import os
 from typing import Any
 
 import torch
@@ -77,17 +76,6 @@ def set_device(device: torch.device) -> None:
     """Make ``device`` the current one of its type; no effect on CPU."""
     if is_asynchronous(device):
         _module_of(device.type).set_device(device)
-
-
-def take_device(kind: str, rank: int) -> None:
-    """Make device ``rank`` of type ``kind``, modulo their number, the current one of this process.
-
-    NCCL refuses ranks of one host that share a device, so such ranks get different host ids.
-    """
-    host, index = divmod(rank, device_count(kind))
-    if host:
-        os.environ["NCCL_HOSTID"] = f"fairshard-{host}"
-    set_device(torch.device(kind, index))
 
 
 def memory_allocated(device: torch.device) -> int:

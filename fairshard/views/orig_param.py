@@ -27,8 +27,6 @@ class _Runs(Protocol):
 
     def shown_as(self, index: int, run: Tensor) -> Tensor: ...
 
-    def adopt(self, index: int, param: Any, is_fixed: bool) -> Any: ...
-
     def check_not_assigned(self, which: Sequence[int]) -> None: ...
 
 
@@ -51,10 +49,6 @@ class OrigParam:
         self.slots = [whole.slots[index]]
         self.shard = whole.registered[index]
         self.shard_numel = self._shown.own_of(index).numel()
-
-    def adopt(self, param: Any) -> Any:
-        """Adopt the values of ``param`` and return the registered parameter; see `ShownDTensors.adopt`."""
-        return self._shown.adopt(self.index, param, is_fixed=self._whole.comm is not None)
 
     def check_not_assigned(self) -> None:
         """See `ShownDTensors.check_not_assigned`."""

@@ -211,34 +211,6 @@ class ShownDTensors(ShownRuns):
         for slot in self.slots:
             slot.renew_leaf(current_device() if computes_elsewhere else shard.device)
 
-    def adopt(self, index: int, param: DTensor, is_fixed: bool) -> nn.Parameter:
-        """Adopt the values of ``param``, and its dtype and device unless ``is_fixed``; returns ``registered[index]``.
-
-        Raises:
-            ValueError: ``param`` is cut differently.
-            TypeError: ``is_fixed``, and ``param`` has another dtype or device.
-        """
-        own, fqn = self.registered[index], self.slots[index].fqn
-        assert isinstance(own, DTensor)
-        if (param.shape, param.placements, param.device_mesh) != (own.shape, own.placements, own.device_mesh):
-            raise ValueError(
-                f"A tensor that replaces parameter `{fqn}` must be sharded like it, {tuple(own.shape)} by "
-                f"{own.placements} on {own.device_mesh}, but is {tuple(param.shape)} by {param.placements} on "
-                f"{param.device_mesh}."
-            )
-        own.requires_grad_(param.requires_grad)
-        if (param.dtype, param.device) == (own.dtype, own.device):
-            with torch.no_grad():
-                own.copy_(param)
-        elif is_fixed:
-            raise TypeError(
-                f"Dtype and device must be fixed before the first forward, but parameter `{fqn}`, {own.dtype} on "
-                f"{own.device}, is replaced by a tensor that is {param.dtype} on {param.device}."
-            )
-        else:
-            torch.utils.swap_tensors(own, nn.Parameter(param.detach(), requires_grad=own.requires_grad))
-        return own
-
     def split(self, indexes: Sequence[int]) -> ShownDTensors:
         """The parameters ``indexes``, now of one dtype and device, with a separate shard.
 

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import ShardingStrategy
 from fairshard.nn.wrap import ModuleWrapPolicy
-from fairshard.utils.testing import CollectiveCounter, fake_group
+from tests.kit import CollectiveCounter, fake_group
 
 GPT = Shape("gpt", models.GPTConfig(3, 128, vocab=50, batch=2, context=8), 2, 64, 2, 8, fused=False)
 MOE = llama("moe", LlamaConfig(3, 64, 2, 1, 96, 50, head_dim=32, num_experts=4, num_active=2), batch=2, context=8)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fairshard.utils.testing import run_ranks
 from tests.checkpoint.saved_steps import save_steps
+from tests.kit import run_ranks
 
 
 @pytest.fixture(scope="module")

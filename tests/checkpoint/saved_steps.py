@@ -7,7 +7,7 @@ import torch
 
 from fairshard.checkpoint import Checkpointer, load
 from fairshard.checkpoint.run_lock import NAME
-from fairshard.utils.testing import run_ranks
+from tests.kit import run_ranks
 from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
 
 FILES = ("__0_0.distcp", "__1_0.distcp", ".metadata", "fairshard.json")

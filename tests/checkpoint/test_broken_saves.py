@@ -21,7 +21,6 @@ from fairshard.checkpoint.storage import storage_of
 from fairshard.checkpoint.writer import CheckpointWriter
 from fairshard.errors import CheckpointError
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import delayed, rank_device, run_ranks
 from tests.checkpoint.saved_steps import (
     assert_agreed,
     assert_resumes_from,
@@ -33,6 +32,7 @@ from tests.checkpoint.saved_steps import (
     save_steps,
     trained,
 )
+from tests.kit import delayed, rank_device, run_ranks
 from tests.models import mlp
 from tests.on_ranks import on_ranks
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from fairshard.checkpoint import save
 from fairshard.checkpoint.consolidate import consolidate_safetensors, consolidate_torch
 from fairshard.errors import CheckpointError
-from fairshard.utils.testing import run_ranks
 from tests.checkpoint.written import change_byte, poison_metadata, poison_tensor, save_alone, save_cut, sign
+from tests.kit import run_ranks
 from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* has no fairshard.json")

@@ -13,7 +13,6 @@ from fairshard.checkpoint import Checkpointer, load
 from fairshard.checkpoint.manifest import read_manifest
 from fairshard.checkpoint.storage import LocalStorage
 from fairshard.errors import CheckpointError
-from fairshard.utils.testing import run_ranks
 from tests.checkpoint.saved_steps import (
     FILES,
     assert_agreed,
@@ -25,6 +24,7 @@ from tests.checkpoint.saved_steps import (
     train,
     try_to_load,
 )
+from tests.kit import run_ranks
 from tests.models import mlp, tiny, wrap_each, wrap_tiny
 
 

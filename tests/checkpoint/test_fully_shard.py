@@ -17,9 +17,9 @@ from fairshard.checkpoint.snapshot import Snapshot
 from fairshard.errors import CheckpointError
 from fairshard.nn import CPUOffloadPolicy
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import run_ranks
 from tests.checkpoint.compared import assert_same
 from tests.doors.fully_shard.stateful import SHARDED, copied, hybrid_mesh, shard_odd, train_odd, whole_of
+from tests.kit import run_ranks
 from tests.on_ranks import in_full, on_ranks
 from tests.trained import OPTIMIZERS, odd, wrap_odd
 

@@ -19,7 +19,7 @@ from fairshard.errors import CheckpointError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import tiny, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state

@@ -14,7 +14,7 @@ from fairshard.checkpoint.pieces import Piece, check_shared
 from fairshard.errors import CheckpointError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, randn
 

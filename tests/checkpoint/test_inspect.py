@@ -7,8 +7,8 @@ import torch
 
 from fairshard.checkpoint.contents import CHANGED, MISSING, OK, UNKNOWN, read_contents
 from fairshard.errors import CheckpointError
-from fairshard.utils.testing import run_ranks
 from tests.checkpoint.written import change_byte, poison_metadata, poison_tensor, save_alone, save_cut, sign
+from tests.kit import run_ranks
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from fairshard.checkpoint import Checkpointer, load
 from fairshard.errors import CheckpointError
-from fairshard.utils.testing import run_ranks
 from tests.checkpoint.written import Exploit, poison_metadata, poison_tensor, sign
+from tests.kit import run_ranks
 from tests.models import mlp, wrap_each
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from fairshard.checkpoint import Checkpointer, memory_copies, memory_folder, writer
 from fairshard.checkpoint.memory_folder import memory_left
 from fairshard.checkpoint.saving import _without_warnings
-from fairshard.utils.testing import run_ranks
 from tests.checkpoint.saved_steps import assert_agreed, attempt, is_same, memory_of, train, trained
+from tests.kit import run_ranks
 
 DISK_STEP, COPIED_STEP = 1, 3
 

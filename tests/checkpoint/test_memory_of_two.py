@@ -6,8 +6,8 @@ from pathlib import Path
 from unittest import mock
 
 from fairshard.checkpoint import Checkpointer, agreement, memory_copies
-from fairshard.utils.testing import run_ranks
 from tests.checkpoint.saved_steps import is_same, memory_of, train, trained
+from tests.kit import run_ranks
 
 
 def test_a_copy_waits_for_that_of_another_checkpointer(tmp_path):

@@ -9,8 +9,8 @@ from torch.distributed import checkpoint as dcp
 from fairshard.checkpoint import load_optimizer
 from fairshard.errors import CheckpointError
 from fairshard.nn import FSDP, StateDictType, fully_shard
-from fairshard.utils.testing import run_ranks
 from tests.checkpoint.compared import assert_same, whole
+from tests.kit import run_ranks
 from tests.models import mlp
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import randn

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 from fairshard.checkpoint import Checkpointer, Preempted, leave_signals_to_rank, on_preemption
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import rank_device
 from tests.forked import Notes, fork
+from tests.kit import rank_device
 from tests.on_ranks import on_ranks
 
 REPOSITORY = Path(__file__).parents[2]

@@ -20,9 +20,9 @@ from fairshard.checkpoint.reader import METADATA, CheckpointReader
 from fairshard.checkpoint.stored_tensor import HEAD_NBYTES, find_tensor
 from fairshard.checkpoint.writer import _save_tensor
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import fake_group, run_ranks
 from tests.checkpoint.saved_steps import assert_agreed, attempt, is_same, memory_of, trained
 from tests.checkpoint.test_damage import DAMAGES
+from tests.kit import fake_group, run_ranks
 
 PLAIN = [
     torch.arange(24.0).view(2, 3, 4),

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from fairshard.checkpoint import load, save
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import OptimStateKeyType
-from fairshard.utils.testing import rank_device, run_ranks
 from tests.checkpoint.compared import assert_same, whole
 from tests.covering import all_cells, covering_array
+from tests.kit import rank_device, run_ranks
 from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state

@@ -17,7 +17,7 @@ from fairshard.checkpoint import Checkpointer, claim, run_lock
 from fairshard.checkpoint.run_lock import NAME, Owner, RunLock, lock_of
 from fairshard.errors import CheckpointError
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.on_ranks import on_ranks
 
 ELSEWHERE = "another kernel"

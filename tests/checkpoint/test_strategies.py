@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fairshard.checkpoint import Checkpointer, load
 from fairshard.nn import FSDP, FullStateDictConfig, ShardingStrategy, StateDictType
-from fairshard.utils.testing import rank_device, run_ranks
 from tests.checkpoint.compared import assert_same, whole
+from tests.kit import rank_device, run_ranks
 from tests.models import tiny, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state

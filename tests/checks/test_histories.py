@@ -15,7 +15,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import ShardingStrategy, fully_shard
 from fairshard.optim import ShardedGradScaler
 from fairshard.utils import groups
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd
 

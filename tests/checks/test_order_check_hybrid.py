@@ -9,8 +9,8 @@ from torch import nn
 
 from fairshard.errors import RanksDisagreeError
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import rank_device
 from tests.checks.test_order_check import OTHER_PATHS, Branches, Path, native_collectives, train_step, wrapped_path
+from tests.kit import rank_device
 from tests.on_ranks import on_ranks
 from tests.reference import sgd
 from tests.settings.test_hybrid import HYBRID, ZERO2, pairs

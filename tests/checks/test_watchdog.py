@@ -15,7 +15,7 @@ from fairshard.checks.positions import BACKGROUND, BEGINS_BACKWARD, BEGINS_FORWA
 from fairshard.checks.watchdog import watch
 from fairshard.errors import CollectiveFailedError, RanksDisagreeError
 from fairshard.utils.failures import explain, explained, observers
-from fairshard.utils.testing import fake_group
+from tests.kit import fake_group
 from tests.on_ranks import on_ranks
 
 

@@ -9,10 +9,10 @@ from matplotlib.text import Text
 from fairshard.cli.metrics import StepMetrics, StepTotals
 from fairshard.cli.plan_picture import draw_plans
 from fairshard.cli.run_picture import draw_run
-from fairshard.observe.timeline import draw_timeline
-from fairshard.observe.unit_event import Phase, UnitEvent
+from fairshard.extras.observe.timeline import draw_timeline
+from fairshard.extras.observe.unit_event import Phase, UnitEvent
+from fairshard.extras.planning.wrap_plan import MemoryTerm, WrapPlan
 from fairshard.planning.summary import StateBytes
-from fairshard.planning.wrap_plan import MemoryTerm, WrapPlan
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from fairshard.utils.testing import run_ranks
 from tests.clients.case import be_torchrun
 from tests.clients.table import Run, case_named, outcome
+from tests.kit import run_ranks
 from tests.torch_gaps import needs_fsdp2_on_cpu
 
 BESIDE_FSDP1 = (

@@ -12,7 +12,7 @@ from torch import nn
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils.collectives import counters, reset_counters
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import Block, tiny, tiny_batch, tiny_loss
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, randn, sgd

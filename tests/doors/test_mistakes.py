@@ -15,8 +15,8 @@ from fairshard import FullyShardedDataParallel as FSDP
 from fairshard.nn import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 from fairshard.nn.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from fairshard.optim import CPUOptimizer, Muon
-from fairshard.utils.testing import fake_group, run_ranks
 from tests.doors.mistakes import BATCH, check, layer, loss_of, two
+from tests.kit import fake_group, run_ranks
 from tests.on_ranks import on_ranks
 
 BF16 = torch.bfloat16
@@ -246,16 +246,6 @@ MISTAKES = {
         ("sharded twice", "`0`", "DistributedDataParallel", "without that wrapper"),
         lambda: FSDP(nn.Sequential(DDP(layer()))),
     ),
-    "torch's fully_shard around a wrapper": (
-        ValueError,
-        ("torch.distributed.fsdp.fully_shard", "the unit of `weight`", "with fairshard too"),
-        lambda: torch.distributed.fsdp.fully_shard(nn.Sequential(FSDP(layer()), layer())),
-    ),
-    "torch's fully_shard around fully_shard": (
-        ValueError,
-        ("torch.distributed.fsdp.fully_shard", "the unit of `weight`", "with fairshard too"),
-        lambda: torch.distributed.fsdp.fully_shard(nn.Sequential(fully_shard(layer()), layer())),
-    ),
     "to meta": (
         TypeError,
         ("must keep its values, but `flat_param_0` would go to the meta device", "before wrapping"),
@@ -287,16 +277,17 @@ def test_the_message_says_what_to_do(name):
 
 
 @pytest.mark.cpu_only("a group of fake ranks in this process, whose modules are on the CPU")
-@pytest.mark.parametrize("shard", [FSDP, fully_shard])
-def test_ddp_over_the_same_ranks_is_refused(shard):
+def test_ddp_over_the_same_ranks_is_refused():
     """DDP around a unit, or around a module that holds one, would average different shards; it may span others."""
     with fake_group(2):
-        for model in (shard(layer()), nn.Sequential(layer(), shard(layer()))):
-            with pytest.raises(ValueError, match=r"unit `(root|1)` is sharded over its ranks \[0, 1\].*Leave"):
-                DDP(model)
-        DDP(layer())
+        for model in (FSDP(layer()), nn.Sequential(layer(), FSDP(layer()))):
+            replica = DDP(model)
+            for _ in range(2):
+                with pytest.raises(ValueError, match=r"is sharded over its ranks \[0, 1\].*Leave"):
+                    loss_of(replica)
+        loss_of(DDP(layer()))
         alone = torch.distributed.new_group([0])
-        DDP(FSDP(layer()), process_group=alone)
+        loss_of(DDP(FSDP(layer()), process_group=alone))
 
 
 @on_ranks(1)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import Owned, fully_shard
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 
 DIM = 3
 DOORS = ["wrapper", "no_flatten", "orig_params", "fully_shard", "owned"]

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from fairshard.errors import BackwardOrderError, FairshardError, ParameterShardedError, ShardChangedError
 from fairshard.nn import CPUOffload, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import rank_device
 from tests.engine.random_nets import DOORS, shard
+from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import average_grads_, randn
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from fairshard.errors import FairshardError
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import await_device, randn, sgd

@@ -12,7 +12,7 @@ from fairshard.engine import reach
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.utils.collectives import counters, reset_counters
-from fairshard.utils.testing import CollectiveCounter
+from tests.kit import CollectiveCounter
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd

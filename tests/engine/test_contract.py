@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from fairshard.errors import FairshardError
 from fairshard.nn import BackwardPrefetch, ShardingStrategy
 from fairshard.nn.comm_hooks import DefaultState, reduce_scatter_hook
-from fairshard.utils.testing import rank_device
 from tests.engine.issued import recording, without_exchange
 from tests.engine.random_nets import CAPS_MB, DOORS, Cut, draw, hits_of, input_of, loss_of, shard
 from tests.engine.test_conditional_nets import naming
+from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import sgd
 

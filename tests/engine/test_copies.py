@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fairshard.utils import buckets
-from fairshard.utils.testing import CopyCounter
+from tests.kit import CopyCounter
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd

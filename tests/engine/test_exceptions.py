@@ -17,8 +17,8 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.nn.data_parallel import TrainingState
 from fairshard.utils.groups import communicator
-from fairshard.utils.testing import rank_device
 from tests.engine.random_nets import shard
+from tests.kit import rank_device
 from tests.models import mlp
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, assert_same_step, average_grads_, randn, sgd

@@ -10,7 +10,7 @@ from torch import nn
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import MixedPrecision
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import mean_over_ranks, randn

@@ -11,7 +11,7 @@ from fairshard.errors import FairshardError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel import TrainingState
 from fairshard.utils.collectives import counters, reset_counters
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, average_grads_, randn, sgd

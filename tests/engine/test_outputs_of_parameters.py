@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fairshard.errors import PartialGradientError, PendingGradientError
-from fairshard.utils.testing import rank_device
 from tests.engine.random_nets import DOORS, shard, whole_state
+from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import average_grads_, randn, sgd
 

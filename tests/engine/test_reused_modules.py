@@ -8,8 +8,8 @@ from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel import TrainingState
-from fairshard.utils.testing import rank_device
 from tests.engine.random_nets import shard, whole_state
+from tests.kit import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, average_grads_, randn, sgd, train_alike

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fairshard.engine.tree import units_below
-from fairshard.errors import ParameterShardedError, ShardChangedError
+from fairshard.errors import ShardChangedError
 from fairshard.nn import BackwardPrefetch, observe
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from tests.models import loss_of_tiny, mlp, tiny, wrap_each, wrap_tiny

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy
-from fairshard.utils.testing import rank_device
 from tests.engine.random_nets import shard, whole_state
+from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 
 BY_PARAM = ["no_flatten", "orig_params", "fully_shard"]  # doors that register one tensor for each parameter

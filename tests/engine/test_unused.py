@@ -7,7 +7,7 @@ from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp
 from tests.on_ranks import on_ranks
 from tests.reference import randn, train_alike

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils import buckets
 from fairshard.utils.collectives import Communicator, RowGather
-from fairshard.utils.testing import delayed
 from fairshard.utils.transfers import Transfer
+from tests.kit import delayed
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import average_grads_, randn, sgd

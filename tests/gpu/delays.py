@@ -13,8 +13,8 @@ from torch import nn
 
 from fairshard.engine import shared
 from fairshard.utils import streams
-from fairshard.utils.testing import rank_device
 from tests.gpu.check import SIMULATED, Missed
+from tests.kit import rank_device
 
 COMPUTE, UNSHARD, REDUCE, COPY = "compute", "unshard", "reduce", "copy"
 ROLES = (COMPUTE, UNSHARD, REDUCE, COPY)

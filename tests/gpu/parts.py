@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fairshard.utils.rank_pool import RankPool, RanksFailed
 from tests.gpu import results
 from tests.gpu.check import REGISTRY, SIMULATED, Missed, NotHere
 from tests.gpu.results import Result
+from tests.kit.rank_pool import RankPool, RanksFailed
 
 _LINES = ("passes", "offload", "construction", "state", "strategies", "in_place", "programs")
 MODULES = (*_LINES, "suite", "races", "steps", "offload_steps", "memory", "left_out")

@@ -12,9 +12,9 @@ from torch import nn
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer
-from fairshard.utils.testing import rank_device
 from tests.gpu.check import Missed
 from tests.gpu.delays import late
+from tests.kit import rank_device
 from tests.models import Block
 
 DIM, HIDDEN = 32, 96

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from fairshard.errors import FairshardError
 from fairshard.nn import FullyShardedDataParallel, fully_shard
-from fairshard.utils.testing import run_ranks
 from tests.clients.case import be_torchrun
 from tests.clients.lightning_runs import QUIET, Rows, _strategy
 from tests.clients.loops import net, next_token_loss, shard_each, tokens
+from tests.kit import run_ranks
 
 pytest.importorskip("lightning")
 pytestmark = pytest.mark.cpu_only("the Trainer is told to use the CPU")

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from fairshard.utils.testing import run_ranks
 from tests.clients.case import be_torchrun
+from tests.kit import run_ranks
 
 FOLDER = Path(__file__).parents[2] / "docs" / "guides" / "integrations"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)

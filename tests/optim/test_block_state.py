@@ -16,7 +16,7 @@ from fairshard.errors import FairshardError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import RowBlocks, fully_shard
 from fairshard.optim import CPUOptimizer
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import Reference, assert_same_state, randn
 from tests.torch_gaps import needs_torchao

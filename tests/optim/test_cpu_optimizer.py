@@ -15,7 +15,7 @@ from fairshard.errors import FairshardError, HeldGradientError, PendingGradientE
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, ShardedGradScaler, cpu_worker
 from fairshard.optim.shard_step import ShardStep, Twin
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd

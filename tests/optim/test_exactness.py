@@ -16,8 +16,8 @@ from torch import nn
 from fairshard.errors import HeldGradientError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
-from fairshard.utils.testing import rank_device
 from tests.covering import all_cells, covering_array, over_cells
+from tests.kit import rank_device
 from tests.models import DIM, tiny, tiny_batch, tiny_loss, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import rounding

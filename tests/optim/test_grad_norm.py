@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import average_grads_, randn

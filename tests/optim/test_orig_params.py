@@ -10,7 +10,7 @@ from fairshard.errors import FairshardError, HeldGradientError, ShardOptimizerEr
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
 from fairshard.planning.summary import state_bytes
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, randn

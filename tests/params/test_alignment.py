@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from fairshard.engine.tree import unit_of
+from fairshard.extras.planning.memory import GATHERED
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import MixedPrecision, MixedPrecisionPolicy, Owned, RowBlocks, ShardingStrategy, fully_shard
 from fairshard.nn.wrap import describe
 from fairshard.params import copied_out, line
 from fairshard.params.copied_out import CopiedOut, is_to_align
-from fairshard.planning.memory import GATHERED
 from tests.models import tiny, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state

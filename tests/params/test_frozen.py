@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from fairshard.engine.tree import units_below
 from fairshard.errors import FairshardError
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import Block, mlp, wrap_each
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, average_grads_, randn, sgd, train_alike

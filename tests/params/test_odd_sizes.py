@@ -13,7 +13,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.utils import buckets
 from fairshard.utils.storage import alloc_storage_
-from fairshard.utils.testing import rank_device, run_ranks
+from tests.kit import rank_device, run_ranks
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import randn, train_alike

@@ -16,7 +16,7 @@ from fairshard.planning.summary import copy_wait_s, state_bytes
 from fairshard.setup import placement as placement_module
 from fairshard.setup.placement import check_host_memory
 from fairshard.utils.streams import Event
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn, rounding, sgd

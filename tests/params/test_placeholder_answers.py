@@ -13,7 +13,7 @@ from torch import nn
 from fairshard.errors import ParameterShardedError
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.on_ranks import on_ranks
 from tests.reference import randn
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fairshard.errors import ShardChangedError
-from fairshard.utils.testing import rank_device
 from tests.engine.random_nets import shard
+from tests.kit import rank_device
 from tests.on_ranks import on_ranks
 from tests.reference import randn
 

@@ -26,7 +26,7 @@ from fairshard.nn.wrap import (
     wrap,
 )
 from fairshard.planning.summary import unit_table
-from fairshard.utils.testing import fake_group
+from tests.kit import fake_group
 from tests.models import Block, loss_of_tiny, mlp, tiny
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd, train_alike

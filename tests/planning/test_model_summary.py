@@ -8,7 +8,7 @@ from torch import nn
 
 import fairshard
 from fairshard.nn import MixedPrecisionPolicy, Owned
-from fairshard.utils.testing import fake_group
+from tests.kit import fake_group
 from tests.models import mlp
 from tests.on_ranks import on_ranks
 

@@ -5,7 +5,7 @@ import torch
 
 from fairshard.nn import MixedPrecisionPolicy, fully_shard
 from fairshard.planning.summary import StateBytes, UnitRow, state_bytes, unit_lines, unit_table
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fairshard.errors import MixedGroupsError, RanksDisagreeError
 from fairshard.nn import FSDP, MixedPrecision, ShardingStrategy
 from fairshard.utils.collectives import counters, reset_counters
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, mean_over_ranks, randn, sgd

@@ -11,7 +11,7 @@ from torch import nn
 from fairshard.engine.unit import Unit
 from fairshard.nn import FullStateDictConfig, ShardingStrategy, StateDictType
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import CollectiveCounter, rank_device
+from tests.kit import CollectiveCounter, rank_device
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn, sgd, train_alike

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import cast_buffers_
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import average_grads_, randn, sgd

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import MixedPrecision
-from fairshard.utils.testing import fake_group, rank_device
+from tests.kit import fake_group, rank_device
 from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import Reference, assert_same_state, average_grads_, randn, sgd

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fairshard.nn import FSDP, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.optim import ShardedGradScaler
 from fairshard.utils.collectives import counters, reset_counters
-from fairshard.utils.testing import rank_device
 from tests.doors.wrapper.test_ddp_parity import train as train_whole_run
+from tests.kit import rank_device
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, randn, rounding, sgd

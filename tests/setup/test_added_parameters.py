@@ -69,7 +69,6 @@ CHANGES = {
     add_adapter: r"body\.0\.(up|down)\.weight",
     add_frozen_adapter: r"body\.0\.(up|down)\.weight",
     replace_head: r"head\.weight",
-    replace_weight: r"head\.weight",
     add_parameter: r"body\.1\.slope",
 }
 
@@ -87,6 +86,20 @@ def test_what_is_added_raises_at_the_next_forward(layout, has_run):
         for _ in range(2):
             with pytest.raises(FairshardError, match=f"`{fqn}` was added later.*before wrapping"):
                 model(randn(3, 4))
+
+
+@on_ranks(2)
+@LAYOUTS
+@WHEN
+def test_a_replaced_weight_raises_before_it_is_trained(layout, has_run):
+    """A forward cannot know whether ``functional_call`` has put it there; the backward that would train it does."""
+    model = FSDP(Net(), **layout)
+    if has_run:
+        model(randn(3, 4)).sum().backward()
+    replace_weight(model.module)
+    for _ in range(2):
+        with pytest.raises(FairshardError, match=r"`head\.weight` was added later.*before wrapping"):
+            model(randn(3, 4)).sum().backward()
 
 
 @on_ranks(2)

@@ -12,12 +12,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_sequence
 
-from fairshard.setup.origin import move_inputs
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel import running
 from fairshard.setup import construction, placement
 from fairshard.setup.construction import resolve_construction
-from fairshard.utils.testing import rank_device
+from fairshard.setup.origin import move_inputs
+from tests.kit import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import randn, train_alike

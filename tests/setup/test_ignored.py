@@ -19,7 +19,7 @@ from fairshard.nn import FullStateDictConfig, ShardingStrategy, StateDictType
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.wrap import ModuleWrapPolicy
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
-from fairshard.utils.testing import CollectiveCounter, rank_device
+from tests.kit import CollectiveCounter, rank_device
 from tests.models import DIM, tiny, tiny_batch, tiny_loss, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, average_grads_, mean_over_ranks, randn, sgd

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from fairshard.errors import ParameterShardedError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.wrap import ModuleWrapPolicy
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import Block, Tiny, mlp, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, randn, sgd, train_both

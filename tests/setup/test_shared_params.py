@@ -13,7 +13,7 @@ from fairshard.engine.tree import units_below
 from fairshard.errors import TrainingStateError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import MixedPrecision
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import Reference, assert_same_state, average_grads_, randn, sgd, train_alike
 

@@ -12,7 +12,7 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import ShardingStrategy
 from fairshard.utils.groups import communicator
 from fairshard.utils.messages import broadcast_tensors
-from fairshard.utils.testing import CollectiveCounter, rank_device
+from tests.kit import CollectiveCounter, rank_device
 from tests.models import Tiny, loss_of_tiny, mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, randn, train_both

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
+from fairshard.extras.planning.memory import BUCKETS, GATHERED, GRADS, ON_WAY, PARTS, STAGED, WHOLE_GRADS
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.nn.wrap import ModuleWrapPolicy, WrapPlan, describe
 from fairshard.optim import CPUOptimizer
 from fairshard.params import shard_grad
-from fairshard.planning.memory import BUCKETS, GATHERED, GRADS, ON_WAY, PARTS, STAGED, WHOLE_GRADS
 from tests import sim
 from tests.sim.costs import H100, H100_PCIE, HostCosts, Machine, charge, timed_workers
 from tests.sim.peak import MemoryWatch

@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
-from fairshard.utils.rank_pool import RankPool
 from tests import sim
+from tests.kit.rank_pool import RankPool
 from tests.on_ranks import Body
 
 SEED = "FAIRSHARD_SIM_SEED"
@@ -80,5 +80,5 @@ def close():
 
 
 def around():
-    """The context of tasks under ``--device sim``, for `fairshard.utils.rank_pool.RankPool`."""
+    """The context of tasks under ``--device sim``, for `tests.kit.rank_pool.RankPool`."""
     return functools.partial(watched, seed_of_environment())

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from fairshard.utils import rank_call
+from tests.kit import rank_call
 from tests.sim.device import loaded
 
 _RANK_CALL = rank_call.__file__

@@ -31,8 +31,8 @@ CAUGHT = {
     "engine.shared:Shared.note_free:record-2": "two-streams",
     "engine.shared:Shared.note_free:wait": "two-streams",
     "engine.unit:Unit.unshard:wait": "wrapper-bf16-device",
-    "join.join:Join._count:wait": "join",
-    "join.join:Join._exchange:wait": "join",
+    "extras.join.join:Join._count:wait": "join",
+    "extras.join.join:Join._exchange:wait": "join",
     "nn.comm_hooks:allreduce_hook:wait": "hook-no-shard",
     "nn.comm_hooks:reduce_scatter_hook:wait": "hook",
     "nn.data_parallel.in_place.module:FSDPModule.unshard:wait": "explicit",
@@ -42,8 +42,8 @@ CAUGHT = {
     "optim.grad_norm:clip_grad_norm_:wait": "clip-ignored",
     "optim.grad_staging:GradStaging.fetch:wait": "held",
     "optim.sharded_grad_scaler:ShardedGradScaler._unscale_grads_:wait": "scaler",
-    "optim.matrix_exchange:MatrixExchange._received:wait": "muon-rows",
-    "optim.matrix_exchange:MatrixExchange._most_of:wait": "muon-rows",
+    "extras.muon.matrix_exchange:MatrixExchange._received:wait": "muon-rows",
+    "extras.muon.matrix_exchange:MatrixExchange._most_of:wait": "muon-rows",
     "params.flat_param:FlatParam.gather_rows:wait": "state",
     "params.flat_param:FlatParam.wait_unshard:wait": "wrapper-bf16-device",
     "params.gathered:Gathered.free:wait": "raises-in-forward",
@@ -120,13 +120,8 @@ EXCUSED = {
     "cli.meeting:agreed_name:wait": THREAD,
     "engine.reach:_exchange:wait": HOST,
     "params.shard_grad:ShardGrad.discard_flights:wait": PINNED,
-    "utils.forked_rank:ForkedRank.close:wait": THREAD,
     "utils.messages:Poll.answer:wait": HOST,
     "utils.messages:exchange_runs:wait": HOST,
-    "utils.rank_pool:_Waiting.give_up:wait": THREAD,
-    "utils.rank_pool:_Waiting.receive:wait": THREAD,
-    "utils.rank_pool:_Waiting.receive:wait-2": THREAD,
-    "utils.rank_pool:_Worker.kill:wait": THREAD,
     "utils.buckets:Bucketer.reset:wait": FAILED,
     "utils.buckets:Bucketer.reset:wait-2": FAILED,
     "utils.sharded_tensors:_gathered:wait": HOST,
@@ -146,7 +141,7 @@ def plant(site, cell):
     return pytest.param(*parameters, id=site, marks=[] if site in FIRST_OF_FOLDERS else pytest.mark.full)
 
 
-PART_WAYS = ("join.join:Join._count:wait", "join.join:Join._exchange:wait")
+PART_WAYS = ("extras.join.join:Join._count:wait", "extras.join.join:Join._exchange:wait")
 """Sites without which ranks do different things; all of them stop at their first race."""
 
 

@@ -25,9 +25,9 @@ from fairshard.optim import CPUOptimizer, Muon, ShardedGradScaler
 from fairshard.params import shard_grad
 from fairshard.utils.messages import gather_scalars
 from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
-from fairshard.utils.testing import rank_device
 from tests import subclass_weights
 from tests.doors.fully_shard import parallel
+from tests.kit import rank_device
 from tests.models import Block
 from tests.sim.comms import OwnGather, OwnReduce
 

@@ -14,7 +14,7 @@ from torch import nn
 from fairshard.errors import FairshardError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel import StateDictType
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn
 from tests.state.doors import DOORS, every_door

@@ -11,7 +11,7 @@ from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel import FullStateDictConfig, StateDictType
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import SavedTransposed
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn

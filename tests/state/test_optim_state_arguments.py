@@ -9,7 +9,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from fairshard.nn import FSDP, OptimStateKeyType, StateDictType
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn

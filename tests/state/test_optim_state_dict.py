@@ -9,8 +9,8 @@ from torch import nn
 
 from fairshard.nn import FSDP, FullOptimStateDictConfig, OptimStateKeyType, StateDictType
 from fairshard.optim import CPUOptimizer
-from fairshard.utils.testing import rank_device
 from tests.covering import all_cells, covering_array, over_cells
+from tests.kit import rank_device
 from tests.models import mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, average_grads_, randn

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fairshard.nn import FSDP, OptimStateKeyType, ShardedStateDictConfig, StateDictType
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.span_tensor import SpanTensor
-from fairshard.utils.testing import CollectiveCounter, rank_device, run_ranks
+from tests.kit import CollectiveCounter, rank_device, run_ranks
 from tests.models import mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import Body, on_ranks
 from tests.reference import assert_same_state

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import SavedTransposed, Tiny, mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn, sgd

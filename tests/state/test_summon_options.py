@@ -11,7 +11,7 @@ from torch import nn
 from fairshard.errors import FairshardError
 from fairshard.nn import FSDP
 from fairshard.optim import CPUOptimizer
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, average_grads_, randn, sgd

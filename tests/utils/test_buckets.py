@@ -11,7 +11,7 @@ from fairshard.utils.buckets import Bucket, Bucketer, Division
 from fairshard.utils.collectives import Communicator, Communicators, counters, reset_counters
 from fairshard.utils.groups import communicator
 from fairshard.utils.owned_bucket import OwnedBucket
-from fairshard.utils.testing import delayed, rank_device
+from tests.kit import delayed, rank_device
 from tests.on_ranks import on_ranks
 
 MB = 1024 * 1024

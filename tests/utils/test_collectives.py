@@ -20,8 +20,8 @@ from fairshard.utils.groups import (
     timeout_of,
 )
 from fairshard.utils.messages import agree, gather_scalars
-from fairshard.utils.testing import CollectiveCounter, fake_group, rank_device
 from fairshard.utils.transfers import Transfer
+from tests.kit import CollectiveCounter, fake_group, rank_device
 from tests.on_ranks import on_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

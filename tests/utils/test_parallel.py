@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairshard.utils.parallel import chunk_and_pad, validate_process_group
-from fairshard.utils.testing import fake_group, rank_device
+from tests.kit import fake_group, rank_device
 from tests.on_ranks import on_ranks
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.on_ranks import on_ranks
 
 MB = 1024 * 1024

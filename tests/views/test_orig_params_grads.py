@@ -10,7 +10,7 @@ from torch import nn
 from fairshard.errors import ShardChangedError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils.collectives import counters, reset_counters
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, average_grads_, randn

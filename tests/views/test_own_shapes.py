@@ -13,8 +13,8 @@ from fairshard.errors import FairshardError, ShardOptimizerError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import MixedPrecision, OptimStateKeyType, ShardingStrategy
 from fairshard.optim import CPUOptimizer
-from fairshard.utils.testing import run_ranks
 from tests.checkpoint.compared import assert_same, whole
+from tests.kit import run_ranks
 from tests.models import mlp
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn

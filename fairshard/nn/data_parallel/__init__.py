@@ -6,13 +6,13 @@ from fairshard.utils.lazy import lazy
 
 if TYPE_CHECKING:
     from fairshard.engine.training_state import TrainingState
+    from fairshard.extras.observe.observer import Observation, observe
+    from fairshard.extras.observe.unit_event import Phase, UnitEvent
     from fairshard.nn.data_parallel.forward_methods import register_forward_method, register_fsdp_forward_method
     from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
     from fairshard.nn.data_parallel.in_place.fully_shard import fully_shard
     from fairshard.nn.data_parallel.in_place.module import FSDPModule, UnshardHandle, share_comm_ctx
     from fairshard.nn.data_parallel.wrapper.attributes import get_fsdp_instances
-    from fairshard.observe.observer import Observation, observe
-    from fairshard.observe.unit_event import Phase, UnitEvent
     from fairshard.settings.data_mesh import DataParallelMeshDims, ShardPlacementResult
     from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
     from fairshard.settings.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -45,12 +45,12 @@ _HOMES = {
     "LocalStateDictConfig": "fairshard.settings.state_dicts",
     "MixedPrecision": "fairshard.settings.fsdp1",
     "MixedPrecisionPolicy": "fairshard.settings.fsdp2",
-    "Observation": "fairshard.observe.observer",
+    "Observation": "fairshard.extras.observe.observer",
     "OffloadPolicy": "fairshard.settings.fsdp2",
     "OptimStateDictConfig": "fairshard.settings.state_dicts",
     "OptimStateKeyType": "fairshard.state.optim_keys",
     "Owned": "fairshard.settings.placements",
-    "Phase": "fairshard.observe.unit_event",
+    "Phase": "fairshard.extras.observe.unit_event",
     "RowBlocks": "fairshard.settings.placements",
     "ShardPlacementResult": "fairshard.settings.data_mesh",
     "ShardedOptimStateDictConfig": "fairshard.settings.state_dicts",
@@ -60,12 +60,12 @@ _HOMES = {
     "StateDictSettings": "fairshard.settings.state_dicts",
     "StateDictType": "fairshard.settings.state_dicts",
     "TrainingState": "fairshard.engine.training_state",
-    "UnitEvent": "fairshard.observe.unit_event",
+    "UnitEvent": "fairshard.extras.observe.unit_event",
     "UnshardHandle": "fairshard.nn.data_parallel.in_place.module",
     "clean_tensor_name": "fairshard.utils.names",
     "fully_shard": "fairshard.nn.data_parallel.in_place.fully_shard",
     "get_fsdp_instances": "fairshard.nn.data_parallel.wrapper.attributes",
-    "observe": "fairshard.observe.observer",
+    "observe": "fairshard.extras.observe.observer",
     "register_forward_method": "fairshard.nn.data_parallel.forward_methods",
     "register_fsdp_forward_method": "fairshard.nn.data_parallel.forward_methods",
     "share_comm_ctx": "fairshard.nn.data_parallel.in_place.module",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -31,7 +30,6 @@ from fairshard.nn.data_parallel.wrapper.torch_functions import refuse_torch_func
 from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.settings.groups import Groups, find_groups
 from fairshard.settings.resolve import late_options, offload_of, resolve
-from fairshard.setup.added_parameters import watch_additions
 from fairshard.setup.construction import make_ready, resolve_construction
 from fairshard.setup.ignored import resolve_ignored
 from fairshard.setup.inner_state import refuse_inner_states
@@ -252,7 +250,6 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
                 flat_param.register_on(self)
         watch_optimizers(flat_params, config)
         watch_scaling()
-        watch_additions()
         refuse_inner_states(self, unit)
         for fqn, inner in units_below(self):
             place(inner, fqn)
@@ -323,8 +320,6 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         With original names, a parameter that is sharded over one rank has its original shape. Inside
         `summon_full_params`, whole parameters under their original names.
         """
-        if not recurse:
-            refuse_torch_functions(self._unit, sys._getframe(1))
         self._leave_raised()
         return self._named("_parameters", prefix, recurse, remove_duplicate)
 
@@ -347,6 +342,12 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
                 memo.add(self)
             yield prefix, self
             yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    @property
+    def _fqn_modifiers(self) -> Any:
+        """What functions of torch.distributed.checkpoint.state_dict ask each module for, first of all."""
+        refuse_torch_functions(self._unit)
+        return self.__getattr__("_fqn_modifiers")
 
     def assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
         """Check that this unit is in ``state``, or in one of several states.
@@ -386,7 +387,6 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         watch_copy(self._unit)
         watch_scaling()
-        watch_additions()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         check_conversion(self._unit, fn)

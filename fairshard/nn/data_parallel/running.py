@@ -16,11 +16,12 @@ from fairshard.engine.forward import call_in
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
-from fairshard.observe.profile_regions import follow_profiler, open_regions
-from fairshard.setup.added_parameters import check_added
-from fairshard.setup.claim import claim
+from fairshard.extras.observe.profile_regions import follow_profiler, open_regions
+from fairshard.setup.added_parameters import check_added, has_changed
+from fairshard.setup.around import refuse_ddp
+from fairshard.setup.claim import check_complete, claim
 from fairshard.setup.origin import move_inputs
-from fairshard.state.full_params import is_shown_on_first
+from fairshard.state.full_params import is_shown, is_shown_on_first
 from fairshard.utils.dynamo import allows_breaks, breaks_graph, set_tracer
 from fairshard.utils.fake_mode import is_fake_mode_on
 from fairshard.utils.user_line import level_of_user
@@ -58,7 +59,10 @@ def run(
     if torch._C._functorch.peek_interpreter_stack() is not None and unit.state is not TrainingState.SUMMON_FULL_PARAMS:
         raise _transform_error(unit)
     root = unit.root or claim(holder)
-    if not unit.is_inner:
+    if root.is_between_passes:
+        check_complete(holder, root)
+        refuse_ddp(unit)
+    if not unit.is_inner and has_changed(holder, unit) and not any(map(is_shown, root.units)):
         check_added(holder, unit)
     if profiler._is_profiler_enabled or open_regions:
         follow_profiler(root)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 
 VOCAB, DIM = 12, 8
 

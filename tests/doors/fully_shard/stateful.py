@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fairshard.engine.tree import units_below
 from fairshard.nn import Owned, RowBlocks, fully_shard
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.reference import average_grads_, randn
 from tests.trained import odd
 

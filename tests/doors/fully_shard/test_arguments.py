@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fairshard.engine.tree import units_below
 from fairshard.errors import RanksDisagreeError
 from fairshard.nn import (
     CPUOffloadPolicy,
@@ -20,7 +21,7 @@ from fairshard.nn import (
     fully_shard,
 )
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp
 from tests.on_ranks import on_ranks
 from tests.reference import randn
@@ -185,10 +186,10 @@ def test_what_is_returned_and_accepted():
     with pytest.warns(UserWarning, match="reshard_after_forward=1"):
         model = fully_shard(mlp(4, 6, 4), reshard_after_forward=1)
     model(randn(2, 4))
-    assert gathered(model) == [""]
+    assert [unit.is_gathered for _, unit in units_below(model)] == [True]
     model = fully_shard(nn.Sequential(fully_shard(mlp(4, 6, 4), reshard_after_forward=2)))
     model(randn(2, 4))
-    assert gathered(model) == [""]
+    assert [fqn for fqn, unit in units_below(model) if unit.is_gathered and unit.flat_params] == []
 
 
 @on_ranks(2)

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from fairshard.errors import FairshardError, ShardChangedError
 from fairshard.nn import FullyShardedDataParallel, fully_shard
-from fairshard.utils.testing import rank_device
 from fairshard.views.shown_dtensors import _Wrapper
+from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import average_grads_, await_device, randn, sgd
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from fairshard.nn import FSDPModule, fully_shard
 from fairshard.utils import collectives, groups
 from fairshard.utils.collectives import counters, reset_counters
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import DIM, Block
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import randn

@@ -15,7 +15,7 @@ from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, 
 from fairshard.nn.data_parallel.in_place.module import root_of
 from fairshard.utils.buckets import Bucketer
 from fairshard.utils.streams import Stream, now
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd

@@ -11,8 +11,8 @@ from fairshard.engine.tree import units_below
 from fairshard.errors import TrainingStateError
 from fairshard.nn import UnshardHandle, fully_shard, share_comm_ctx
 from fairshard.utils.collectives import counters, reset_counters
-from fairshard.utils.testing import rank_device
 from tests.doors.fully_shard.beside import train_beside
+from tests.kit import rank_device
 from tests.models import mlp
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import average_grads_, randn, sgd

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fairshard.errors import FairshardError, ShardChangedError
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fairshard.settings.mesh import default_mesh
-from fairshard.utils.testing import rank_device
 from tests.copied import by_pickle, by_torch_save, losses_of
 from tests.doors.fully_shard.test_meta_init import shard, whole
+from tests.kit import rank_device
 from tests.models import mlp, tiny, tiny_batch, tiny_loss
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import randn, sgd

@@ -14,7 +14,7 @@ from fairshard.nn import AllGather, MixedPrecisionPolicy, ReduceScatter, fully_s
 from fairshard.params.route import Route
 from fairshard.utils import custom_comms
 from fairshard.utils.collectives import counters, reset_counters
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd

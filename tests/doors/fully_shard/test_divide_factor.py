@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fairshard.nn import MixedPrecisionPolicy, fully_shard
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp, tiny, tiny_batch, tiny_loss
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd

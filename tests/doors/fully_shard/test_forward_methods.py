@@ -13,8 +13,8 @@ from fairshard.errors import ParameterShardedError
 from fairshard.nn import FSDPModule, MixedPrecisionPolicy, fully_shard, register_forward_method
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import register_fsdp_forward_method as register
-from fairshard.utils.testing import rank_device
 from tests.doors.fully_shard.beside import train_beside
+from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import randn
 

@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
-from fairshard.utils.testing import rank_device
 from tests.doors.fully_shard.assorted import Assorted
 from tests.doors.fully_shard.models import full_state, shard_tiny
+from tests.kit import rank_device
 from tests.models import loss_of_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fairshard.engine.tree import units_below
 from fairshard.nn import MixedPrecisionPolicy, fully_shard
-from fairshard.utils.testing import rank_device
 from tests.doors.fully_shard.beside import train_beside
+from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import randn
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fairshard.errors import PartialGradientError, TrainingStateError
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Owned, RowBlocks, fully_shard
 from fairshard.utils.collectives import counters, reset_counters
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp, tiny, tiny_batch, tiny_loss
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import randn

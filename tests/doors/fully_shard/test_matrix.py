@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Owned, RowBlocks
 from fairshard.optim import ShardedGradScaler
-from fairshard.utils.testing import rank_device
 from fairshard.views import received_in_place
 from tests.covering import covering_array, over_cells, random_cells
 from tests.doors.fully_shard.assorted import KINDS, Assorted, Boom, ByRows
 from tests.doors.fully_shard.models import full_state, shard_tiny
+from tests.kit import rank_device
 from tests.models import tiny_batch, tiny_loss
 from tests.on_ranks import on_ranks
 from tests.reference import Reference, assert_same_state

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from fairshard.engine.tree import units_below
 from fairshard.errors import FairshardError
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import Tiny, mlp, tiny, tiny_batch, tiny_loss
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import average_grads_, randn, sgd

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fairshard.extras.observe.timeline import LANES, bars, draw_timeline, write_trace
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, observe
-from fairshard.observe.timeline import LANES, bars, draw_timeline, write_trace
 from tests.models import loss_of_tiny, mlp, tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn, sgd

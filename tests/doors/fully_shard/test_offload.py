@@ -5,9 +5,9 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 
 from fairshard.nn import CPUOffloadPolicy, OffloadPolicy
-from fairshard.utils.testing import rank_device
 from tests.doors.fully_shard.assorted import Assorted
 from tests.doors.fully_shard.models import full_state, shard_tiny
+from tests.kit import rank_device
 from tests.models import loss_of_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state

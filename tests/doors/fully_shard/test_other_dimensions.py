@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fairshard.nn import fully_shard
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import randn
 

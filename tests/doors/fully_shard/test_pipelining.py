@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from fairshard.errors import FairshardError
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fairshard.utils.collectives import counters, reset_counters
-from fairshard.utils.testing import rank_device
 from tests.doors.fully_shard.models import torch_fully_shard
+from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import sgd
 from tests.torch_gaps import needs_1f1b_on_gloo, needs_fsdp2_on_cpu

@@ -18,7 +18,7 @@ from fairshard.errors import ParameterShardedError, RanksDisagreeError
 from fairshard.nn import Owned, RowBlocks, fully_shard
 from fairshard.params.copied_out import CopiedOut
 from fairshard.utils.ragged_tensor import RaggedShard, RaggedTensor
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import randn
 

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fairshard.errors import ShardChangedError
 from fairshard.nn import CPUOffloadPolicy, fully_shard
-from fairshard.utils.testing import CollectiveCounter
 from tests.doors.fully_shard.stateful import SHARDED, by_columns, copied, shard_odd, sharded_odd, train_odd, whole_of
+from tests.kit import CollectiveCounter
 from tests.models import SavedTransposed, mlp
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, await_device, randn, sgd

@@ -27,7 +27,7 @@ from fairshard.nn import fully_shard
 from fairshard.optim import CPUOptimizer
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.subclasses import is_wrapper
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.on_ranks import on_ranks
 from tests.reference import average_grads_, randn, sgd
 from tests.subclass_weights import Block, Half, Int8Rows, Net, Packed4

@@ -24,8 +24,8 @@ from fairshard.errors import FairshardError, NonFiniteGradientError
 from fairshard.nn import DataParallelMeshDims, ShardPlacementResult, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
-from fairshard.utils.testing import rank_device
 from tests.doors.fully_shard.parallel import Batches, distributed, mesh_of, parallelized, sharded, train, whole
+from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state
 

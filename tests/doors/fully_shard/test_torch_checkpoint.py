@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from fairshard.checkpoint import load
 from fairshard.nn import CPUOffloadPolicy, Owned, RowBlocks, fully_shard
-from fairshard.utils.testing import rank_device, run_ranks
 from tests.doors.fully_shard.stateful import copied, hybrid_mesh, shard_odd, sharded_odd, train_odd, whole_of
+from tests.kit import rank_device, run_ranks
 from tests.models import loss_of_tiny, tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fairshard.nn import fully_shard
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.on_ranks import on_ranks
 from tests.reference import randn
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import Block, mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_step, randn, train_alike

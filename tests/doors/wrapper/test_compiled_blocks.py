@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import Block
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, average_grads_, randn

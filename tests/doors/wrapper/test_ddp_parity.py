@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, sgd

@@ -16,7 +16,7 @@ import fairshard
 from fairshard import errors
 from fairshard.errors import FairshardError, GradRequiresGradError, RanksDisagreeError, StaleOptimizerError
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import CollectiveCounter, fake_group, rank_device
+from tests.kit import CollectiveCounter, fake_group, rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd

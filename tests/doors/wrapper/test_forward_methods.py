@@ -12,7 +12,7 @@ from fairshard.engine.tree import units_below
 from fairshard.errors import ParameterShardedError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import MixedPrecision, register_forward_method
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.on_ranks import on_ranks
 from tests.reference import randn, train_alike
 

@@ -10,7 +10,7 @@ from fairshard.nn import FSDP as ALIAS
 from fairshard.nn import FlattenParamsWrapper, data_parallel
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel.wrapper.attributes import HIDEABLE
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import randn

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from fairshard.errors import ParameterShardedError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import register_forward_method
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.on_ranks import on_ranks
 
 transformers = pytest.importorskip("transformers")

@@ -20,8 +20,8 @@ from torch import nn
 from fairshard.nn import BackwardPrefetch, MixedPrecision, ShardingStrategy, StateDictType, checkpoint_wrapper
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.wrap import lambda_auto_wrap_policy
-from fairshard.utils.testing import rank_device
 from tests.covering import covering_array, over_cells, random_cells
+from tests.kit import rank_device
 from tests.models import DIM, Tiny, tiny_batch, tiny_loss
 from tests.on_ranks import on_ranks
 from tests.reference import Reference, assert_same_state, mean_over_ranks, sgd

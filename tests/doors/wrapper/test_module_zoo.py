@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.on_ranks import on_ranks
 from tests.reference import randn, train_alike
 

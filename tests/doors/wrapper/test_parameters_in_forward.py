@@ -17,7 +17,7 @@ from fairshard.engine.tree import units_below
 from fairshard.errors import ParameterShardedError
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_forward_method
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import average_grads_, randn
 

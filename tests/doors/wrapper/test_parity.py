@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from fairshard.nn import Owned, RowBlocks
-from fairshard.utils.testing import rank_device
 from tests.covering import all_cells, covering_array, over_cells, random_cells
+from tests.kit import rank_device
 from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import Reference, assert_same_state, sgd

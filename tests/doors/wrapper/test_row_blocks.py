@@ -12,7 +12,7 @@ from fairshard.errors import RanksDisagreeError
 from fairshard.nn import FullStateDictConfig, Owned, RowBlocks, StateDictType
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.wrap import ModuleWrapPolicy
-from fairshard.utils.testing import rank_device, run_ranks
+from tests.kit import rank_device, run_ranks
 from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils.testing import rank_device
+from tests.kit import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn, sgd

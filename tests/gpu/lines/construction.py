@@ -6,9 +6,9 @@ from torch.utils._pytree import tree_leaves
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import checkpoint_wrapper
-from fairshard.utils.testing import rank_device
 from tests.gpu.check import Missed, on_ranks
 from tests.gpu.delays import must_not_wait
+from tests.kit import rank_device
 
 HEADROOM = 1.05  # the caching allocator rounds blocks up
 

@@ -11,12 +11,12 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import MixedPrecision, MixedPrecisionPolicy, fully_shard
 from fairshard.params import copied_out, line
-from fairshard.utils.testing import rank_device
 from fairshard.views import rows
 from tests.gpu.check import Missed, on_ranks
 from tests.gpu.delays import UNSHARD
 from tests.gpu.lines.construction import peak_of, require_at_most
 from tests.gpu.training import Way, batches, build, digest, median_ms, own_part, same_when_late
+from tests.kit import rank_device
 from tests.sim.comms import OwnGather, OwnReduce
 
 BF16 = torch.bfloat16

@@ -10,13 +10,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fairshard.cli.gpt import GPT, Block, GPTConfig
+from fairshard.extras.planning.memory import ON_WAY
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.wrap import ModuleWrapPolicy, describe
-from fairshard.planning.memory import ON_WAY
-from fairshard.utils.rank_pool import RankPool
-from fairshard.utils.testing import rank_device
 from tests.gpu.check import SIMULATED, Missed, NotHere, on_host, on_ranks
 from tests.gpu.training import Way, batches, build, optimizer_of
+from tests.kit import rank_device
+from tests.kit.rank_pool import RankPool
 
 SIZES = {
     True: GPTConfig(layers=4, dim=256, heads=4, context=16),

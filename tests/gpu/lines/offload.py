@@ -12,10 +12,10 @@ from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer
 from fairshard.utils import pinned
-from fairshard.utils.testing import rank_device
 from tests.gpu.check import Missed, on_ranks
 from tests.gpu.delays import COMPUTE, COPY, UNSHARD, late
 from tests.gpu.training import DIM, Way, batches, build, median_ms, same_when_late
+from tests.kit import rank_device
 from tests.models import mlp, wrap_each
 
 BF16 = torch.bfloat16

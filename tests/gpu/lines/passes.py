@@ -18,11 +18,11 @@ from fairshard.utils import device as devices
 from fairshard.utils.buckets import Bucketer
 from fairshard.utils.pinned import can_register
 from fairshard.utils.streams import Stream, now
-from fairshard.utils.testing import rank_device
 from tests.gpu.check import Missed, NotHere, on_host, on_ranks
 from tests.gpu.delays import COMPUTE, REDUCE, UNSHARD, late, must_not_wait, sleep
 from tests.gpu.page import ROOT
 from tests.gpu.training import DIM, Way, batches, build, same_when_late, train
+from tests.kit import rank_device
 
 BF16 = torch.bfloat16
 

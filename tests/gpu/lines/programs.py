@@ -13,9 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.profiler import ProfilerActivity, profile
 
 from fairshard.nn import fully_shard
-from fairshard.utils.testing import rank_device
 from tests.gpu.check import Missed, NotHere, on_ranks
 from tests.gpu.training import DIM, HIDDEN, Way, batches, build, own_part
+from tests.kit import rank_device
 from tests.models import Block
 
 

@@ -12,11 +12,11 @@ from unittest import mock
 import torch
 
 import fairshard
-from fairshard.utils.testing import rank_device
 from tests.gpu.check import SIMULATED, Missed, on_ranks
 from tests.gpu.delays import ROLES, late
 from tests.gpu.plants import PLANTS
 from tests.gpu.training import Way, digest, train
+from tests.kit import rank_device
 from tests.sim.planted import planted
 
 BF16 = torch.bfloat16

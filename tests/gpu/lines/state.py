@@ -11,10 +11,10 @@ from fairshard.checkpoint import Checkpointer
 from fairshard.nn import FSDP, FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from fairshard.nn import FullyShardedDataParallel as Wrapper
 from fairshard.utils.device import accelerator_rng_state
-from fairshard.utils.testing import rank_device
 from tests.gpu.check import Missed, on_ranks
 from tests.gpu.lines.construction import peak_of, require_at_most
 from tests.gpu.training import Way, batches, build, optimizer_of
+from tests.kit import rank_device
 
 
 def stack(dim, num_units):

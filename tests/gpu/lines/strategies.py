@@ -7,10 +7,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import ShardingStrategy
-from fairshard.utils.testing import rank_device
 from tests.gpu.check import Missed, on_ranks
 from tests.gpu.delays import REDUCE, late, must_not_wait
 from tests.gpu.training import Net, Way, batches, digest, own_part, same_when_late
+from tests.kit import rank_device
 
 
 @on_ranks("replica-reduce", 4)

@@ -17,7 +17,6 @@ from fairshard.nn.data_parallel.in_place.loading import serve_state_dicts, watch
 from fairshard.nn.data_parallel.in_place.members import Members
 from fairshard.nn.data_parallel.in_place.module import FSDPModule, sharded_class
 from fairshard.nn.data_parallel.in_place.per_parameter import Placement, modules_elsewhere, placing
-from fairshard.nn.data_parallel.in_place.registration import watch_registrations
 from fairshard.nn.data_parallel.other_door import in_place_keywords, lacks_forward
 from fairshard.nn.data_parallel.torch_state import mark_managed, register
 from fairshard.settings.config import LateOptions, UnitConfig
@@ -180,7 +179,6 @@ def fully_shard(
         serve_state_dicts(unit, modules_of(member))
     watch_optimizers(flat_params, config)
     watch_scalars(param for flat_param in flat_params for param in flat_param.registered)
-    watch_registrations()
     for fqn, inner in units_below(tree):
         place(inner, fqn)
         inner.is_inner = inner is not unit

@@ -86,10 +86,12 @@ def _take_parts(
         except ValueError as error:
             messages.append(f"`{key}`: {error}")
             continue
-        if param.is_meta:  # torch assigns the value, which needs its own memory
-            state[key] = part.clone()
-        else:
+        if not param.is_meta:
             param.copy_(part)
+        elif is_assigned(metadata):
+            torch.utils.swap_tensors(param, nn.Parameter(part.clone(), requires_grad=param.requires_grad))
+        else:
+            state[key] = part  # torch says that nothing is copied
 
 
 # By optimizer: its number of parameters at the last check, and its 0-dim DTensor parameters.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,12 +22,10 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, TrainingStateError
 from fairshard.nn.data_parallel.in_place.comm import CommMethods, check_flag
 from fairshard.nn.data_parallel.in_place.methods import ForwardMethod, explaining_methods
-from fairshard.nn.data_parallel.in_place.registration import watch_registrations
 from fairshard.nn.data_parallel.other_door import check_not_of_wrapper
 from fairshard.nn.data_parallel.running import NOT_IN_A_GRAPH, run
 from fairshard.nn.data_parallel.torch_state import TorchFSDPModule, register, without_torch_keys
 from fairshard.settings.mesh import check_mesh
-from fairshard.setup.around import refuse_torchs_sharding
 from fairshard.setup.claim import claim
 from fairshard.setup.late_changes import adopt_changes, check_conversion, refuse_sharing
 from fairshard.state.foreign_names import check_names
@@ -259,12 +256,6 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
             check_not_of_wrapper(self, name)
             raise
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters, as ``nn.Module`` yields them."""
-        if kwargs.get("recurse") is False:
-            refuse_torchs_sharding(self._fairshard_unit, sys._getframe(1))
-        return super().named_parameters(*args, **kwargs)
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load whole values, or DTensors, as ``nn.Module`` does; returns missing and unexpected keys.
 
@@ -309,7 +300,6 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         register(self, self._fairshard_unit)
         watch_copy(self._fairshard_unit)
-        watch_registrations()
 
 
 @contextmanager

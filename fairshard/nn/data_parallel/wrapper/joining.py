@@ -13,8 +13,8 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from fairshard.checks.agreement import compare_values
 from fairshard.engine.root import Root
-from fairshard.join.join import Call, Join, leave
-from fairshard.join.optimizers import JoinedOptimizers, without_grads
+from fairshard.extras.join.join import Call, Join, leave
+from fairshard.extras.join.optimizers import JoinedOptimizers, without_grads
 from fairshard.nn.data_parallel.wrapper.state import StateMethods
 from fairshard.optim.grad_norm import clip_grad_norm_
 from fairshard.settings.groups import SavedGroup

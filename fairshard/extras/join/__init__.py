@@ -1,0 +1,1 @@
+"""Training in which some ranks run out of batches earlier than others."""

@@ -1,0 +1,1 @@
+"""Muon, which orthogonalises whole matrices, over shards."""

@@ -1,0 +1,1 @@
+"""The observer: events of a training step, and pictures of them."""
