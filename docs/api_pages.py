@@ -149,9 +149,6 @@ INTERNAL = {
     "MixedPrecisionPolicy": {"precision"},
     "ModuleWrapPolicy": {"overrides"},
     "Preemption": {"leave_to_parent"},
-    "ReduceScatterBucketer": {
-        *("plan", "reduce", "send_due", "drain", "reset", "reduce_by_hook", "launch", "deliver", "reduce_chunks"),
-    },
     "RowBlocks": {"block_of"},
     "ShardingStrategy": {"is_hybrid", "reshards_after_forward"},
     "TrainingState": {"includes"},

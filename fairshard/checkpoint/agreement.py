@@ -11,10 +11,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fairshard.checkpoint.reader import first_line
+from fairshard.checks.positions import BACKGROUND
+from fairshard.checks.watchdog import has_failed, watch
 from fairshard.errors import CheckpointError, CollectiveFailedError, FairshardError
-from fairshard.utils.messages import fail_at_once, gather_objects, host_group, timeout_of
-from fairshard.utils.positions import BACKGROUND
-from fairshard.utils.watchdog import has_failed
+from fairshard.utils.collectives import gather_objects
+from fairshard.utils.groups import fail_at_once, host_group, timeout_of
 
 T = TypeVar("T")
 
@@ -131,6 +132,7 @@ _writers: weakref.WeakKeyDictionary[ProcessGroup, threading.Thread] = weakref.We
 
 def idle_group() -> ProcessGroup | None:
     """`host_group`, once no background save uses it."""
+    watch()
     return idle(host_group())
 
 

@@ -25,9 +25,9 @@ from fairshard.checkpoint.snapshot import Buffers
 from fairshard.checkpoint.step_folders import StepFolders
 from fairshard.checkpoint.step_names import check_step, step_name
 from fairshard.checkpoint.storage import full_path
+from fairshard.checks.watchdog import watch
 from fairshard.errors import CheckpointError, CollectiveFailedError, FairshardError
 from fairshard.utils.keywords import named_keywords
-from fairshard.utils.watchdog import watch
 
 _log = logging.getLogger("fairshard")
 

@@ -32,8 +32,8 @@ from fairshard.state.forms import state_dict_type
 from fairshard.state.optim_loading import ShardedOptimState, check_of_class
 from fairshard.state.optim_params import OptimParams
 from fairshard.utils.collector import collector_paused
+from fairshard.utils.failures import explained
 from fairshard.utils.user_line import level_of_user
-from fairshard.utils.watchdog import explained
 
 _KERNELS = ("foreach", "fused")  # settings that choose kernels: the script decides, not the checkpoint
 VERIFY = ("reading", "before")

@@ -36,7 +36,7 @@ from fairshard.checkpoint.snapshot import Buffers
 from fairshard.errors import CheckpointError
 from fairshard.utils.dtensors import memory_of
 from fairshard.utils.host import free_host_memory
-from fairshard.utils.messages import GroupMessages
+from fairshard.utils.messages import broadcast_object
 from fairshard.utils.span_tensor import SpanTensor
 
 _log = logging.getLogger("fairshard")
@@ -199,7 +199,8 @@ def _send_metadata(place: Place, work: str) -> None:
     """Write the metadata, which rank 0 has written on its host, on every other host. **Collective.**"""
     path = Path(work, METADATA)
     assert place.group is not None
-    data: bytes = GroupMessages(place.group).broadcast_object(path.read_bytes() if place.rank == 0 else None)
+    assert place.group is not None
+    data: bytes = broadcast_object(path.read_bytes() if place.rank == 0 else None, place.group)
     on_all_ranks(place.group, lambda: path.write_bytes(data) if place.leads and not path.exists() else None)
 
 

@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 from fairshard.checkpoint.agreement import idle, on_all_ranks, rank_in
 from fairshard.checkpoint.hosts import Hosts
 from fairshard.checkpoint.memory_folder import MemoryFolder, new_run_name, open_folder, run_name
-from fairshard.utils.messages import copy_group, exchange_runs
+from fairshard.utils.groups import copy_group
+from fairshard.utils.messages import exchange_runs
 
 _PARTIAL = ".partial"
 

@@ -6,8 +6,8 @@ watches for signals too: it ends the process when the time is over, or at a seco
 
     signal --> handler (main thread):  note the request; call the earlier handler
            `-> thread:                 ends the process after `grace` seconds, or at a second signal
-    backward:                          all ranks learn of the request (utils/stop_request.py)
-    maybe_save:                        the same step on all ranks: save, wait, raise Preempted
+    maybe_save:                        ranks ask each other; the answer comes in the next one, on all ranks:
+                                       save, wait, raise Preempted
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import Any, NoReturn, Protocol
 import torch.distributed as dist
 
 from fairshard.utils.messages import Poll
-from fairshard.utils.stop_request import request
 
 STATUS = 75
 """Exit status of a rank that a signal has stopped: ``EX_TEMPFAIL`` of sysexits.h, "try again"."""
@@ -74,7 +73,6 @@ class Preemption:
         self._signals = frozenset(signals)
         self._grace = grace
         self._poll: Poll | None = None
-        self._num_heard = 0
         self._earlier: dict[int, Any] = {}
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
@@ -85,18 +83,15 @@ class Preemption:
     def is_due(self) -> bool:
         """Whether to stop now: the same answer on all ranks. **Collective**; call it once after each step.
 
-        After a backward of sharded units it costs nothing. Otherwise ranks ask each other in the background, and the
-        answer comes one call later.
+        Ranks ask each other in the background, and the answer comes one call later.
         """
+        is_asked = self.number is not None and not self._is_closed
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            return request.is_asked
+            return is_asked
         found = self._poll is not None and self._poll.is_asked and self._poll.answer()
-        if request.num_heard > self._num_heard:
-            self._num_heard = request.num_heard
-            return found or request.is_agreed
         if self._poll is None:
             self._poll = Poll()
-        self._poll.ask(request.is_asked)
+        self._poll.ask(is_asked)
         return found
 
     def close(self) -> None:
@@ -108,8 +103,6 @@ class Preemption:
                 for number, earlier in self._earlier.items():
                     signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
                 os.write(self._write, b"\0")  # ends the thread
-            request.reset()
-            request.is_watched = any(not other._is_closed for other in _all)
 
     def __enter__(self) -> Preemption:
         return self
@@ -120,8 +113,6 @@ class Preemption:
     # ---- private
 
     def _begin(self) -> None:
-        request.is_watched = True
-        self._num_heard = request.num_heard
         try:
             for number in sorted(self._signals):
                 self._earlier[number] = signal.signal(number, self._handle)
@@ -136,7 +127,6 @@ class Preemption:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.number is None:
             self.number = signal.Signals(number)
-        request.is_asked = True
         earlier = self._earlier.get(number)
         if callable(earlier) and earlier is not signal.default_int_handler:
             earlier(number, frame)
@@ -189,7 +179,7 @@ def on_preemption(
     """Stop training after one of ``signals``: `Checkpointer.maybe_save` then saves the step and raises `Preempted`.
 
     Every rank calls it, on its main thread, before training; a signal may reach any rank, or all. All ranks stop after
-    the same step, the first whose backward begins after the signal, with exit status 75 unless `Preempted` is caught.
+    the same step, the one after that in which the signal arrives, with exit status 75 unless `Preempted` is caught.
     Call ``maybe_save`` once after every step. Without a ``checkpointer``, ask `Preemption.is_due` after every step.
 
     A process that is not done ``grace`` seconds after its first signal ends with status 128 + signal, as it does at
@@ -259,7 +249,6 @@ _all: weakref.WeakSet[Preemption] = weakref.WeakSet()
 def _after_fork() -> None:
     for preemption in list(_all):
         preemption.leave_to_parent()
-    request.reset()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -39,10 +39,9 @@ from fairshard.checks.histories import Histories, check_histories, histories
 from fairshard.errors import CheckpointError, CollectiveFailedError, FairshardError, RanksDisagreeError
 from fairshard.state.optim_gathering import GatheredOptimState, problem_among, problem_of_places
 from fairshard.state.optim_params import OptimParams
-from fairshard.utils.collectives import Communicator
+from fairshard.utils.collectives import Communicator, gather_objects
 from fairshard.utils.collector import collector_paused
-from fairshard.utils.messages import gather_objects
-from fairshard.utils.watchdog import explained
+from fairshard.utils.failures import explained
 
 _filters = threading.Lock()
 """Held while a thread ignores warnings."""

@@ -18,7 +18,9 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.flat_param import FlatParam
-from fairshard.utils.collectives import Communicator, communicator
+from fairshard.utils.collectives import Communicator
+from fairshard.utils.groups import communicator
+from fairshard.utils.messages import agree
 from fairshard.utils.names import join
 from fairshard.utils.ragged_layout import RaggedLayout
 from fairshard.utils.user_line import level_of_user
@@ -46,7 +48,7 @@ def check_same(comm: Communicator, own: list[str], device: torch.device) -> None
     Raises:
         RanksDisagreeError: on every rank, naming the first difference.
     """
-    if comm.agree(_digest(own), device):
+    if agree(comm, _digest(own), device):
         return
     every = comm.gather_objects(own)
     first, *_ = ranks = ranks_of(comm)
@@ -93,7 +95,7 @@ def _compare_values(units: list[Unit]) -> None:
             if comm in groups[unit]:
                 sums, is_cut = unit.origin.sums, not unit.origin.has_changed(unit.flat_params)
                 own.update({join(unit.fqn, fqn): int(value) if is_cut else None for fqn, value in sums.items()})
-        if not comm.agree(_digest([f"{fqn} {value}" for fqn, value in own.items()]), units[0].device):
+        if not agree(comm, _digest([f"{fqn} {value}" for fqn, value in own.items()]), units[0].device):
             _warn_of_difference(ranks_of(comm), comm.gather_objects(own))
     for unit in units:
         unit.origin.sums = {}

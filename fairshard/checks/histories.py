@@ -17,8 +17,9 @@ from torch import nn
 from fairshard.checks.order_check import OrderCheck, difference_among
 from fairshard.engine.root import Root
 from fairshard.engine.tree import unit_of, walk
-from fairshard.utils.collectives import Communicator
-from fairshard.utils.messages import gather_objects
+from fairshard.utils.collectives import Communicator, gather_objects
+from fairshard.utils.groups import on_host
+from fairshard.utils.messages import agree
 
 Histories = dict[str, tuple[int, ...]]
 """For each model and group of ranks, numbers that must be the same on these ranks; see `Root.history`."""
@@ -54,7 +55,7 @@ def compare_ranks(module: nn.Module) -> None:
         RanksDisagreeError: on every rank, naming the first difference.
     """
     for root in _roots(module):
-        same = [comm.on_host.agree(_hash(root.history(comm)), _HOST) for comm in _real(root)]
+        same = [agree(on_host(comm), _hash(root.history(comm)), _HOST) for comm in _real(root)]
         if not all(same):
             root.raise_difference()
 

@@ -25,10 +25,11 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimizerError
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.leaves import interrupted
+from fairshard.params.rule import GradHome
 from fairshard.params.shard_grad import marked
 from fairshard.params.slot import ParamSlot
 from fairshard.params.versions import count_writes
-from fairshard.settings.config import GradHome, UnitConfig
+from fairshard.settings.config import UnitConfig
 from fairshard.utils.dynamo import untraced
 from fairshard.utils.user_line import level_of_user
 from fairshard.views.shown_extended import ShownExtended
@@ -64,7 +65,7 @@ def watch_optimizers(flat_params: Sequence[FlatParam], config: UnitConfig) -> No
             _sharded[slot.original] = weakref.ref(slot)  # weak: a slot refers to its leaf and would keep it alive
             _num_sharded += 1
         for stepped in flat_param.stepped:
-            _watch(stepped, config.grad_home)
+            _watch(stepped, config.rule.grad_home)
     _install()
 
 

@@ -18,14 +18,15 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from fairshard.checks.positions import BEGINS_BACKWARD, BEGINS_FORWARD, GATHERED_AGAIN, Place, first_difference
+from fairshard.checks.watchdog import watch
 from fairshard.engine.observer import Observer
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError
 from fairshard.params.flat_param import FlatParam
+from fairshard.settings.groups import UnitGroups
 from fairshard.utils.collectives import Communicator
-from fairshard.utils.positions import BEGINS_BACKWARD, BEGINS_FORWARD, GATHERED_AGAIN, Place, first_difference
-from fairshard.utils.watchdog import watch
 
 _MAX_NOTED = 1 << 15  # per step; without a limit, forwards with grad but no backward would accumulate forever
 _MAX_NAMED = 4
@@ -165,6 +166,11 @@ class OrderCheck(Observer):
             self._phase = f"in a forward without gradients, after step {self.step - 1}"
         self._begun = len(self.noted)
         self.noted.append(_FORWARD)
+        self.watch()
+
+    def watch(self) -> None:
+        """Report the position of the calling thread from now on; see ``watchdog.py``."""
+        watch(self)
 
     def call_enters(self, unit: Unit) -> None:
         """``unit`` is called."""
@@ -352,5 +358,5 @@ def _different_states(states: dict[int, dict[str, str]]) -> str:
 
 
 def _num_ranks(unit: Unit) -> int:
-    groups = unit.groups
+    groups: UnitGroups = unit.groups
     return groups.shard.world_size * (1 if groups.replicas is None else groups.replicas.world_size)

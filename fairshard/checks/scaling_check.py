@@ -29,9 +29,9 @@ from fairshard.checks.optimizer_check import stepped_of
 from fairshard.engine.root import every_root
 from fairshard.errors import LocalScalingError
 from fairshard.utils.collectives import Communicator
+from fairshard.utils.failures import reported
 from fairshard.utils.messages import gather_scalars
 from fairshard.utils.user_line import level_of_user
-from fairshard.utils.watchdog import reported
 
 _CLIP = "_clip_grads_with_norm_"  # `clip_grad_norm_` calls it with the norm that it has found in the list
 _UNSCALE = "_unscale_grads_"

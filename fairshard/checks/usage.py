@@ -1,8 +1,9 @@
-"""Warnings about what costs memory, or has no effect, when a pass begins."""
+"""Warnings about what costs memory or has no effect when a pass begins, and one kind of backward that is refused."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 from torch import nn
 
 from fairshard.engine.observer import Observer
+from fairshard.engine.record import Sight
 from fairshard.engine.unit import Unit
+from fairshard.errors import FairshardError
+from fairshard.utils.autograd import reaches
 from fairshard.utils.user_line import level_of_user
 
 
@@ -34,6 +38,28 @@ class UsageCheck(Observer):
                 "Use `register_post_accumulate_grad_hook`, which sees the reduced gradient, or put the hook on the "
                 "original parameter before sharding, where it sees this rank's whole gradient.",
                 stacklevel=level_of_user(),
+            )
+
+    def backward_begins(self, passes: Sequence[Any]) -> None:
+        """Raise if the graph task computes gradients of inputs alone, as a pipeline schedule that splits backwards.
+
+        Only if the schedule has set the model up for one of several backwards, in which gradients are kept.
+
+        Raises:
+            FairshardError: parameters would get no gradients.
+        """
+        root = self._units[0].root
+        if root.is_last_backward or any(unit.sync or unit.reshard_after_backward for unit in self._units):
+            return
+        if any(call.sight is Sight.LATER for one in passes for call in one.calls):
+            return  # leaves inside reentrant checkpoints show only later
+        nodes = [node for unit in self._units for node in unit.nodes]
+        if nodes and not any(map(reaches, nodes)):
+            raise FairshardError(
+                "A pipeline schedule must compute gradients of inputs and of parameters in one backward, but this one "
+                f"splits them: its backward of `{self._units[0].fqn or 'the root'}` computes gradients of inputs "
+                "alone, and parameters would get none. Use ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B or "
+                "ScheduleLoopedBFS."
             )
 
     def _hooked(self, turn: int) -> str | None:

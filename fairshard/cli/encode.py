@@ -12,7 +12,8 @@ import numpy as np
 from fairshard.cli.chunks import chunks, too_short
 from fairshard.cli.sharded import TrainingStopped
 from fairshard.cli.text import Text, TextPlan
-from fairshard.utils.messages import gather_objects, host_group
+from fairshard.utils.collectives import gather_objects
+from fairshard.utils.groups import host_group
 
 FOLDER = "tokens"
 _DONE = "done.json"

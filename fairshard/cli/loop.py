@@ -42,9 +42,11 @@ from fairshard.cli.trackers import tracker
 from fairshard.cli.trainer import Trainer
 from fairshard.errors import CheckpointError
 from fairshard.planning.summary import UnitRow, unit_lines, unit_table
+from fairshard.utils.collectives import gather_objects
 from fairshard.utils.device import peak_memory, set_device
+from fairshard.utils.groups import host_group
 from fairshard.utils.host import visible_cpus
-from fairshard.utils.messages import gather_objects, gather_scalars, host_group
+from fairshard.utils.messages import gather_scalars
 from fairshard.utils.size_text import size_text
 from fairshard.version import __version__
 

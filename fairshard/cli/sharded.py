@@ -18,7 +18,8 @@ from fairshard.errors import FairshardError
 from fairshard.nn import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from fairshard.optim.grad_norm import clip_grad_norm_
 from fairshard.planning.choice import Chooser, ModuleTree
-from fairshard.utils.messages import gather_objects, host_group
+from fairshard.utils.collectives import gather_objects
+from fairshard.utils.groups import host_group
 
 
 class TrainingStopped(FairshardError):

@@ -113,6 +113,7 @@ class Backward:
             for unit in self.units:
                 unit.settle()
                 for flat_param in unit.flat_params:
+                    flat_param.follow_requires_grad()
                     flat_param.forget_zeroed()
             if torch.is_grad_enabled() and self.task() is not None:
                 raise GradRequiresGradError(

@@ -26,7 +26,7 @@ from fairshard.utils.autograd import (
     newest_node,
     reached,
 )
-from fairshard.utils.containers import apply_to_tensors
+from fairshard.utils.nested import apply_to_tensors
 from fairshard.utils.dynamo import not_traced, set_tracer
 
 

@@ -87,5 +87,5 @@ def _exchange(comm: Communicator, message: bytes) -> list[bytes]:
         buffer = torch.empty(comm.world_size, len(message), dtype=torch.uint8, device="cpu")
     rows = buffer.numpy()
     rows[comm.rank] = np.frombuffer(message, np.uint8)
-    comm.on_host.gather_messages(buffer).wait()
+    comm.host.gather_messages(buffer).wait()
     return [row.tobytes() for row in rows]

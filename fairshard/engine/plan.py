@@ -265,11 +265,11 @@ class Plan:
         """Build the schedule, or reuse that of the last backward if nothing has changed."""
         owed, last = self._note_owed(agreed.leaves), self._last
         rules = [  # all that `_rule` looks at
-            (unit.unshard_in_backward, unit.rule, unit.is_outermost, unit.prefetch.ahead_in_backward, unit.config)
+            (unit.unshard_in_backward, unit.rule, unit.keeps, unit.is_outermost, unit.prefetch.ahead_in_backward)
             for unit in self.units
         ]
         # With one rank a gather costs nothing, and ranks that hold replicas of it may differ.
-        resident = bytes([unit.is_gathered and unit.group.world_size > 1 for unit in self.units])
+        resident = bytes([unit.is_gathered and unit.root.shards[unit] > 1 for unit in self.units])
         key = self._known, agreed.calls, resident, owed, rules
         if last.key != key:
             ruled = tuple(map(self._rule, self.units))
@@ -296,11 +296,11 @@ class Plan:
         ahead = unit.prefetch.ahead_in_backward
         number = {other: place for place, other in enumerate(self.units)} if ahead else {}
         numbers = None if ahead is None else tuple(number[other] for other in ahead if other in number)
-        keeps = unit.is_outermost or not unit.rule.reshard_after_forward
+        keeps = unit.is_outermost or not unit.keeps.reshard_after_forward
         return UnitRule(
             unit.unshard_in_backward,
-            unit.rule.reshard_after_backward,
-            unit.config.late.keeps_across_passes or not keeps,
+            unit.keeps.reshard_after_backward,
+            unit.rule.keeps_across_passes or not keeps,
             unit.prefetch.waits_for_grads,
             numbers,
         )

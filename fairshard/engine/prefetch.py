@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Generic, TypeVar
 
-from fairshard.settings.config import UnitConfig
-from fairshard.settings.fsdp1 import BackwardPrefetch
+from fairshard.params.rule import Rule
 
 UnitT = TypeVar("UnitT")
 
@@ -21,13 +20,13 @@ class Prefetch(Generic[UnitT]):
         waits_for_grads: whether, in a backward, it gathers them only after its own gradients are ready and it is freed.
     """
 
-    def __init__(self, config: UnitConfig) -> None:
+    def __init__(self, rule: Rule) -> None:
         self.forward: tuple[UnitT, ...] = ()
         self.backward: tuple[UnitT, ...] = ()
         self._forward: tuple[UnitT, ...] = ()
-        self.is_forward_on = config.forward_prefetch is not False
-        self._is_backward_on = config.backward_prefetch is not None
-        self.waits_for_grads = config.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+        self.is_forward_on = rule.prefetches_in_forward
+        self._is_backward_on = rule.prefetches_in_backward
+        self.waits_for_grads = rule.prefetches_late
         self.ahead_in_backward: tuple[UnitT, ...] | None = None if self._is_backward_on else ()
 
     def choose_among(self, units: Collection[UnitT]) -> None:

@@ -40,8 +40,8 @@ class Action(Enum):
     NOTHING, GATHER, FREE = "-", "gather", "free"
 
 
-class Rule(NamedTuple):
-    """What the user has asked for; read when a pass or a backward begins.
+class Keeps(NamedTuple):
+    """What the user wants to stay gathered; read when a pass or a backward begins.
 
     ``keeps_across_passes``: the next forward may use what an earlier one has gathered, if no shard was written to.
     """
@@ -59,11 +59,11 @@ class Now(NamedTuple):
     recorded: bool = True  # a backward may follow
     hidden: bool = False  # outputs hide their tensors, so that no hook could gather it again in time
     outermost: bool = False  # the unit is the model's outermost, whose backward comes first
-    pinned: bool = False  # the user has gathered it, and not freed it since
+    pinned: bool = False  # the user has gathered it, and no call of it has ended since
     awaited: bool = False  # another backward of the same forwards follows, and this one has not reached it
 
 
-def action(state: State, event: Event, rule: Rule, now: Now) -> Action:
+def action(state: State, event: Event, keeps: Keeps, now: Now) -> Action:
     """What the engine does with a unit in ``state`` at ``event``."""
     here = state is not State.SHARDED
     if event is Event.ENTER:
@@ -71,21 +71,23 @@ def action(state: State, event: Event, rule: Rule, now: Now) -> Action:
     if event is Event.NEEDED or event is Event.UNSHARD:
         return Action.NOTHING if here else Action.GATHER
     if event is Event.PASS_BEGINS:
-        frees = now.stale or not (rule.keeps_across_passes or now.pinned)
+        frees = now.stale or not (keeps.keeps_across_passes or now.pinned)
     elif event is Event.LEAVE:
-        frees = rule.reshard_after_forward and not (now.pinned or now.outermost or (now.recorded and now.hidden))
+        frees = keeps.reshard_after_forward and not (now.outermost or (now.recorded and now.hidden))
     elif event is Event.PASS_ENDS:
         frees = state is State.GATHERING or not (now.recorded or now.pinned)
-    elif event is Event.DONE or event is Event.BACKWARD_ENDS:
-        frees = rule.reshard_after_backward and not (now.pinned or now.awaited or now.hidden)
+    elif event is Event.DONE:
+        frees = keeps.reshard_after_backward and not now.hidden
+    elif event is Event.BACKWARD_ENDS:
+        frees = keeps.reshard_after_backward and not (now.pinned or now.awaited or now.hidden)
     else:
         return Action.FREE if here else Action.NOTHING
     return Action.FREE if here and frees and not now.open_calls else Action.NOTHING
 
 
-def table(rule: Rule = Rule(), now: Now = Now()) -> str:  # noqa: B008 (immutable)
+def table(keeps: Keeps = Keeps(), now: Now = Now()) -> str:  # noqa: B008 (immutable)
     """The actions by event and state, as text."""
-    rows = [[event.name, *(action(state, event, rule, now).value for state in State)] for event in Event]
+    rows = [[event.name, *(action(state, event, keeps, now).value for state in State)] for event in Event]
     header = ["", *(state.name for state in State)]
     return "\n".join(f"{row[0]:14}" + "".join(f"{cell:>11}" for cell in row[1:]) for row in [header, *rows])
 

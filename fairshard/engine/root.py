@@ -26,7 +26,7 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError, TrainingStateError
 from fairshard.utils.autograd import NO_BACKWARD, current_checkpoint, current_task, is_recorded_later
 from fairshard.utils.collectives import Communicator, Communicators
-from fairshard.utils.containers import apply_to_all, cast_inputs_to_fp16, plain_objects
+from fairshard.utils.nested import apply_to_all, cast_inputs_to_fp16, plain_objects
 from fairshard.utils.streams import current_stream
 from fairshard.utils.user_line import level_of_user
 
@@ -348,6 +348,7 @@ class Root:
     Attributes:
         number: number of the model among those of its `engine`; equal on all ranks.
         observers: are told of every event.
+        comms_of: the groups in which each unit communicates; ``shards``: the number of ranks that it is cut among.
         order: what its passes have called last; ``kept``: what its backwards have planned last.
         is_last_backward: if False, units that the next backward does not reach stay gathered for the one after it.
         join: lets ranks that have run out of batches take part; set by those who offer it.
@@ -359,6 +360,7 @@ class Root:
     ) -> None:  # fmt: skip
         self.number, self.units, self.shared, self.comms = number, units, shared, list(comms)
         self.comms_of = {unit: {own.shard, own.replicas} for unit, own in comms_of.items()}
+        self.shards = {unit: own.shard.world_size for unit, own in comms_of.items()}
         self.observers = list(observers)
         self.order: ForwardOrder[Unit] = ForwardOrder()
         self.kept: list[Last] = []
@@ -366,7 +368,7 @@ class Root:
         self.engine.roots.add(self)
         self.is_last_backward = True
         self.join: Any = None
-        self._is_cut = any(unit.groups.shard.world_size > 1 for unit in units)
+        self._is_cut = any(own.shard.world_size > 1 for own in comms_of.values())
         self._reads_host_memory = any(fp.on_cpu for unit in units for fp in unit.flat_params)
         self._stream = current_stream(shared.device) if shared.is_asynchronous else None
 
@@ -433,7 +435,7 @@ class Root:
 
     def finish_grads(self) -> None:
         """Send the gradients that wait in buckets, wait for all sums, and write them to the shards."""
-        self.shared.bucketer.flush()
+        self.shared.bucketer.drain()
         if self.shared.transfers.listener is None:  # otherwise each lands just before its optimizer step
             for grad in (each.grad for unit in self.units for each in unit.flat_params if each.grad.flights):
                 grad.land()

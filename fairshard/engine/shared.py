@@ -6,7 +6,7 @@ import torch
 
 from fairshard.params.gathered import CopyOuts
 from fairshard.params.shard_grad import GradTransfers
-from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
+from fairshard.utils.buckets import Bucketer
 from fairshard.utils.streams import Event, Stream, is_asynchronous, now
 
 
@@ -25,7 +25,7 @@ class Shared:
         self.reduce_stream = Stream(device, priority=-1)
         self.transfers = GradTransfers(device)
         self.copies = CopyOuts(device)
-        self.bucketer = ReduceScatterBucketer(bucket_cap_mb, self.reduce_stream)
+        self.bucketer = Bucketer(bucket_cap_mb, self.reduce_stream)
         self.free = Event()
         self.after_step: Event | None = None
 
@@ -46,11 +46,3 @@ class Shared:
             self.free = now(self.device)
         if torch.is_autocast_enabled(self.device.type):
             torch.clear_autocast_cache()  # it is keyed by tensor: the leaf would seem unchanged
-
-    def finish_grads(self) -> None:
-        """Send the gradients that wait in buckets, and wait for all sums."""
-        self.bucketer.flush()
-
-    def abandon(self) -> None:
-        """Wait for what an interrupted pass has left in flight, and drop it."""
-        self.bucketer.reset()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from fairshard.engine.prefetch import Prefetch
-from fairshard.engine.residency import Action, Event, Now, Rule, State, action
+from fairshard.engine.residency import Action, Event, Keeps, Now, State, action
 from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState
 from fairshard.errors import ShardChangedError
@@ -20,14 +19,11 @@ from fairshard.params.flat_param import FlatParam
 from fairshard.params.grads import grads_of
 from fairshard.params.kept_part import KeptParts
 from fairshard.params.registered import Registered
+from fairshard.params.rule import Rule
 from fairshard.params.versions import ShardVersions
-from fairshard.settings.config import UnitConfig
-from fairshard.settings.groups import SavedGroup, UnitGroups, part_of
-from fairshard.settings.state_dicts import default_settings
+from fairshard.utils.buckets import Bucketer
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.dynamo import not_traced, set_tracer
-from fairshard.utils.names import renamed
-from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
 from fairshard.utils.streams import now
 from fairshard.utils.user_line import level_of_user
 
@@ -43,11 +39,12 @@ class Unit:
         registered: what the modules have registered.
         buffers: the modules' buffers in ``buffer_dtype``, if that is set.
         memory: what this rank holds; only `on` changes it.
-        rule: what the user has asked for, as of the last `settle`.
+        groups, config: the process groups and options, of which the engine knows the ``rule`` only.
+        keeps: what the user wants to stay gathered, as of the last `settle`.
         stamp: version counters of the shards when they were gathered; ``seen``: when the pass began.
         open_calls: calls that have begun and not ended.
         is_hidden: its outputs hide tensors from which a backward could begin; ``has_hidden``: the user knows.
-        is_pinned: the user has gathered it, and not freed it since.
+        is_pinned: the user has gathered it between passes, and no call of it has ended since.
     """
 
     root: Any = None
@@ -58,26 +55,27 @@ class Unit:
 
     def __init__(
         self,
-        groups: UnitGroups,
+        groups: Any,
         flat_params: Sequence[FlatParam],
-        config: UnitConfig,
+        config: Any,
         origin: Any,
         members: Any = None,
     ) -> None:
         self.groups, self.origin, self.members = groups, origin, members
         self.flat_params, self.config = flat_params, config
+        self.rule: Rule = config.rule
         self.fqn = "" if members is None else members.fqn
         self.is_inner = False  # inside another unit
-        self.reshard_after_forward = config.reshard_after_forward
+        self.reshard_after_forward = self.rule.reshard_after_forward
         self.reshard_after_backward = self.unshard_in_backward = True
-        self.state_dict_settings = default_settings()
-        self.prefetch: Prefetch[Unit] = Prefetch(config)
+        self.state_dict_settings = config.state_dict_settings()
+        self.prefetch: Prefetch[Unit] = Prefetch(self.rule)
         self._forget_runtime()
 
     def _forget_runtime(self) -> None:
         self.sync = True
         self.state = TrainingState.IDLE
-        self.memory, self.rule = State.SHARDED, Rule()
+        self.memory, self.keeps = State.SHARDED, Keeps()
         self.stamp: list[int] = []
         self.seen: list[int] = []
         self.open_calls = 0
@@ -86,22 +84,15 @@ class Unit:
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("groups", "flat_params", "config", "fqn", "is_inner", "state_dict_settings", "origin", "prefetch")
-        how = ("members", "reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
+        how = ("rule", "members", "reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
         return {name: getattr(self, name) for name in (*kept, *how)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget_runtime()
 
-    def place(self, fqn: str) -> None:
-        """Set the name that the unit has in the whole model, and rename its parameters to match."""
-        if fqn != self.fqn:
-            for flat_param in self.flat_params:
-                flat_param.rename(partial(renamed, before=self.fqn, after=fqn))
-        self.fqn = fqn
-
     @property
-    def group(self) -> SavedGroup:
+    def group(self) -> Any:
         """The ranks that the parameters are cut among."""
         return self.groups.shard
 
@@ -111,20 +102,17 @@ class Unit:
         self.comm = comms.shard
         self.device = shared.device
         for flat_param in self.flat_params:
-            flat_param.materialize(comms, self.config, shared.transfers, self._leaf_hook())
+            flat_param.materialize(comms, self.rule, shared.transfers, self._leaf_hook())
             flat_param.gathered.copies = shared.copies
         self.registered, self.versions = Registered(self.flat_params), ShardVersions(self.flat_params)
-        self.input_dtype = self.config.input_dtype(is_root=self is root.units[0])
-        if self.config.precision.buffer_dtype is not None:
-            self.buffers = ComputeBuffers(self.origin.without_ignored(modules), self.config.precision.buffer_dtype)
+        self.input_dtype = self.rule.root_input_dtype if self is root.units[0] else self.rule.input_dtype
+        if self.rule.buffer_dtype is not None:
+            self.buffers = ComputeBuffers(self.origin.without_ignored(modules), self.rule.buffer_dtype)
         self.settle()
 
-    def make_parts(self) -> None:
-        """Create ``parts``, if configured; the buffers to gather into must exist already."""
-        assert self.comm is not None
-        part = part_of(self.comm, self.config.reshard_after_forward, self.fqn)
-        if part is not None:
-            self.parts = KeptParts([flat_param.kept_line for flat_param in self.flat_params], part)
+    def keep_parts(self, among: Communicator) -> None:
+        """Keep ``parts`` among these ranks from now on; the buffers to gather into must exist already."""
+        self.parts = KeptParts([flat_param.kept_line for flat_param in self.flat_params], among)
 
     # ---- what it is
 
@@ -146,7 +134,7 @@ class Unit:
     @property
     def is_outermost(self) -> bool:
         """Whether it is the model's outermost, and stays gathered for its backward, which comes first."""
-        return self is self.root.units[0] and self.config.late.disable_reshard_on_root
+        return self is self.root.units[0] and not self.rule.reshard_root
 
     @property
     def awaits_members(self) -> bool:
@@ -155,10 +143,9 @@ class Unit:
 
     def settle(self) -> None:
         """Read what the user has asked for: a pass or a backward begins."""
-        keeps = self.config.keeps_in_no_sync and not self.sync
-        after_backward = self.reshard_after_backward and not keeps
-        across = self.config.late.keeps_across_passes or not after_backward
-        self.rule = Rule(bool(self.reshard_after_forward), after_backward, across)
+        after_backward = self.reshard_after_backward and not (self.rule.keeps_in_no_sync and not self.sync)
+        across = self.rule.keeps_across_passes or not after_backward
+        self.keeps = Keeps(bool(self.reshard_after_forward), after_backward, across)
 
     def copied_out(self, tensor: Tensor) -> Tensor:
         """``tensor``, or a copy of it if it lies in memory that is freed with the parameters."""
@@ -183,7 +170,7 @@ class Unit:
             pinned=self.is_pinned,
             awaited=awaited,
         )
-        what = action(self.memory, event, self.rule, facts)
+        what = action(self.memory, event, self.keeps, facts)
         if what is Action.NOTHING:
             return False
         if what is Action.GATHER:
@@ -262,7 +249,8 @@ class Unit:
         if not self.open_calls:
             if self.buffers is not None:
                 self.buffers.detach()
-            if not self.is_pinned:
+            self.is_pinned = False
+            if not self.awaits_members:
                 self.registered.swap(to_leaves=False)
 
     def check_unwritten(self) -> None:
@@ -281,10 +269,9 @@ class Unit:
                 "`summon_full_params`, or to the DTensor of `fully_shard`."
             )
 
-    def pin(self) -> None:
-        """Show the user the whole parameters until `unpin`, the end of a backward, or a change of the shards."""
+    def show(self) -> None:
+        """Show the user the whole parameters until `unpin`, the end of a call, or a change of the shards."""
         self.wait_unshard()
-        self.is_pinned = True
         self.registered.swap(to_leaves=True)
 
     def unpin(self) -> None:
@@ -312,6 +299,9 @@ class Unit:
         """A backward computes with the parameters from now on."""
         self.state = TrainingState.BACKWARD_PRE
         self.wait_unshard()
+        if not (self.is_gathered or self.unshard_in_backward):
+            for flat_param in self.flat_params:
+                flat_param.wait_unshard()  # gives leaves their shapes, but no memory
         if self.buffers is not None:
             self.buffers.attach()
         if self.is_gathered:
@@ -339,7 +329,7 @@ class Unit:
 
         return on_grad
 
-    def send_grads(self, bucketer: ReduceScatterBucketer, yields: bool = False) -> None:
+    def send_grads(self, bucketer: Bucketer, yields: bool = False) -> None:
         """Hand the gradients to the reduction, or keep them whole under ``no_sync``; ``yields``: a gather follows."""
         for flat_param in self.flat_params:
             if not flat_param.is_owed:
@@ -363,6 +353,9 @@ class Unit:
             self.buffers.detach()
         if self.registered.are_leaves and not self.is_pinned:
             self.registered.swap(to_leaves=False)
+        if not (self.is_gathered or self.unshard_in_backward):
+            for flat_param in self.flat_params:
+                flat_param.reshard()
 
     def end_backward(self, awaited: bool) -> None:
         """The backward is over; ``awaited``: another one of the same forwards follows, and needs the unit first."""

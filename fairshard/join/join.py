@@ -31,8 +31,7 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import CollectiveFailedError, FairshardError, TrainingStateError
 from fairshard.join.grad_notes import GradNotes
 from fairshard.params.flat_param import FlatParam
-from fairshard.utils.reduce_scatter_bucketer import Division
-from fairshard.utils.watchdog import watch
+from fairshard.utils.buckets import Division
 
 _FORWARD, _END_FORWARD, _END_BACKWARD, _END_STEP, _CALL, _OTHER, _FIRST = range(7)
 _DONE_ALONE = ("no_sync", "pickle or deepcopy", "clip_grad_norm_")
@@ -264,7 +263,7 @@ class Join(Observer):
             root.engine.reset()
             self._is_in_backward = False
         self._is_inside = True
-        watch(OrderCheck.of(root))
+        OrderCheck.of(root).watch()
         root.shared.await_step()
         for flat_param in self._flat_params:
             flat_param.begin_pass()

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from fairshard.utils.containers import apply_to_tensors
 from fairshard.utils.device import accelerators_in_use
 from fairshard.utils.dynamo import breaks_graph, set_tracer
+from fairshard.utils.nested import apply_to_tensors
 from fairshard.utils.streams import is_asynchronous
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

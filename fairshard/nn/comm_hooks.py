@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fairshard.utils.collectives import Communicator, communicator, exchange_tag
-from fairshard.utils.messages import default_group
+from fairshard.utils.collectives import Communicator, exchange_tag
+from fairshard.utils.groups import communicator, default_group
 
 __all__ = [
     "DefaultState",

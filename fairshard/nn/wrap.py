@@ -46,7 +46,7 @@ from fairshard.planning.wrap_plan import BucketRow, MemoryTerm, WrapPlan
 from fairshard.setup.ignored import resolve_ignored
 from fairshard.setup.lines import PlacementFn
 from fairshard.utils.device import default_device_type
-from fairshard.utils.messages import group_of_one
+from fairshard.utils.groups import group_of_one
 
 __all__ = [
     "OPTIMIZERS",

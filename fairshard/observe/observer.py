@@ -21,8 +21,8 @@ from fairshard.engine.tree import units_to
 from fairshard.engine.unit import Unit
 from fairshard.observe.method_tap import Around, tap
 from fairshard.observe.unit_event import END, Phase, UnitEvent
-from fairshard.utils.collectives import Transfer
-from fairshard.utils.reduce_scatter_bucketer import Bucket, GradSource, Hook
+from fairshard.utils.buckets import Bucket, GradSource, Hook
+from fairshard.utils.transfers import Transfer
 
 
 def observe(model: nn.Module, fn: Callable[[UnitEvent], object]) -> Observation:
@@ -127,9 +127,10 @@ class Observation:
                 self._tap(flat_param.grad, "land", self._on_interval, unit, "copy_wait")
         if root not in self._roots:
             self._roots.append(root)
-            self._tap(root.engine, "enter", self._on_enter)
-            self._tap(root.engine, "leave", self._on_leave)
-            self._tap(root.engine, "abort", self._on_abort)
+            if all(other.engine is not root.engine for other in self._roots[:-1]):
+                self._tap(root.engine, "enter", self._on_enter)
+                self._tap(root.engine, "leave", self._on_leave)
+                self._tap(root.engine, "abort", self._on_abort)
             bucketer = root.shared.bucketer
             self._tap(bucketer, "launch", self._on_launch)
             self._tap(bucketer, "deliver", self._on_deliver)

@@ -16,8 +16,8 @@ from fairshard.engine.call_hooks import Probe
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
 from fairshard.observe.method_tap import tap
-from fairshard.utils.collectives import Transfer
-from fairshard.utils.reduce_scatter_bucketer import Bucket, GradSource, Hook
+from fairshard.utils.buckets import Bucket, GradSource, Hook
+from fairshard.utils.transfers import Transfer
 
 open_regions: list[ProfileRegions] = []
 """Of the models that ran while the last profiler did."""

@@ -26,8 +26,9 @@ from torch import nn
 from fairshard.engine.tree import units_below, units_to
 from fairshard.observe.observer import observe
 from fairshard.observe.unit_event import END, UnitEvent
+from fairshard.utils.collectives import gather_objects
 from fairshard.utils.device import memory_allocated
-from fairshard.utils.messages import gather_objects, host_group
+from fairshard.utils.groups import host_group
 from fairshard.utils.streams import is_asynchronous
 
 __all__ = ["Bar", "Overlap", "bars", "draw_timeline", "gathered_bytes", "overlap", "timeline", "write_trace"]
@@ -105,7 +106,7 @@ def timeline(model: nn.Module, *paths: Path | str, title: str = "") -> Iterator[
         label = "gathered weights"
         nbytes_of: dict[str, int] = {}
         for fqn, unit, flat_param in lines:
-            nbytes = flat_param.layout.padded_numel * flat_param.compute_dtype_under(unit.config).itemsize
+            nbytes = flat_param.layout.padded_numel * flat_param.compute_dtype_under(unit.rule).itemsize
             nbytes_of[fqn] = nbytes_of.get(fqn, 0) + nbytes
         memory = gathered_bytes(own, nbytes_of)
     by_rank = gather_objects((own, memory), group)

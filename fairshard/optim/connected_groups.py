@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fairshard.errors import RanksDisagreeError
 from fairshard.utils.collectives import Communicator
+from fairshard.utils.messages import agree
 
 Group = frozenset[int]
 _Problem = tuple[bool, str]
@@ -75,7 +76,7 @@ class ConnectedGroups:
             return self._explore(error)
         for _ in range(self._num_rounds):
             for comm, stays in self._used.items():
-                if stays and not comm.agree(int(error is not None), device):
+                if stays and not agree(comm, int(error is not None), device):
                     every: list[_Problem | None] = comm.gather_objects(_problem_of(error))
                     error = error or _error_of(next((problem for problem in every if problem), None))
         return error

@@ -9,7 +9,8 @@ from fairshard.checks.nan_check import NanCheck
 from fairshard.engine.unit import Unit
 from fairshard.errors import MixedGroupsError
 from fairshard.params.dtensor_slot import DTensorSlot
-from fairshard.utils.collectives import Communicator, communicator
+from fairshard.utils.collectives import Communicator
+from fairshard.utils.groups import communicator
 from fairshard.utils.rank_norms import largest_norms
 from fairshard.utils.tensors import norm_of
 

@@ -21,8 +21,10 @@ from fairshard.errors import RanksDisagreeError
 from fairshard.optim.newton_schulz import num_flops
 from fairshard.optim.own_part import OwnPart
 from fairshard.optim.owners import owners_of
-from fairshard.utils.collectives import Communicator, Transfer
+from fairshard.utils.collectives import Communicator
+from fairshard.utils.messages import exchange_parts
 from fairshard.utils.span import Span, overlap
+from fairshard.utils.transfers import Transfer
 
 _MESSAGE_NBYTES = 512
 """Size of the first message, the same for ranks with different optimizers, so that they can compare."""
@@ -253,7 +255,7 @@ class MatrixExchange:
         runs = [run for rank, own in enumerate(to) if rank != self.comm.rank for run in own]
         line = torch.cat(runs) if runs else torch.empty(0, dtype=torch.bfloat16, device=self.device)
         self.comm.count("all_to_all", line.nbytes)
-        received, work = self.comm.exchange_parts(line, num_sent, num_received)
+        received, work = exchange_parts(line, num_sent, num_received, self.comm.group)
         self._running = Transfer((work,), received), line
 
     def _received(self, lengths: Sequence[Sequence[int]]) -> list[list[Tensor]]:

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from fairshard.checks.optimizer_check import stepped_of
 from fairshard.errors import FairshardError, ShardOptimizerError
 from fairshard.params.flat_param import FlatParam
-from fairshard.utils.collectives import Communicator, communicator
+from fairshard.utils.collectives import Communicator
+from fairshard.utils.groups import communicator
 from fairshard.utils.owned_layout import OwnedLayout
 from fairshard.utils.span import Span
 from fairshard.views.orig_param import OrigParam, Stepped

@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 
 from fairshard.join.optimizers import check_scaler
 from fairshard.optim.cpu_optimizer import CPUOptimizer
-from fairshard.utils.collectives import communicator
 from fairshard.utils.device import default_device_type
-from fairshard.utils.messages import default_group
+from fairshard.utils.groups import communicator, default_group
 
 
 class ShardedGradScaler(GradScaler):

@@ -3,5 +3,5 @@
 Also handles the place of each parameter in the module tree, the layout of parameters on one line, the memory of
 gradients, and the buffers of a unit.
 
-May import from this folder and from errors, utils, settings.
+May import from this folder and from errors, utils.
 """

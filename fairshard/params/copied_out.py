@@ -18,12 +18,12 @@ from torch import Tensor
 
 from fairshard.params.gathered import Gather, Gathered
 from fairshard.params.kept_part import KeptPart
-from fairshard.utils.collectives import Ready
-from fairshard.utils.custom_comms import AllGather
+from fairshard.utils.block import joined_columns
+from fairshard.utils.collectives import UserGather
 from fairshard.utils.span import cut
 from fairshard.utils.storage import alloc_storage_, free_storage_
 from fairshard.utils.streams import now
-from fairshard.utils.tensors import joined_columns
+from fairshard.utils.transfers import Ready
 
 _ALIGNMENT = 64
 """Bytes. Kernels compute other bits at an address that is not aligned like that of a tensor of its own, and slower."""
@@ -57,7 +57,7 @@ class Joint(Protocol):
     """A gather into one ``buffer`` that several flat params share, with the user's own all-gather ``custom``."""
 
     buffer: Tensor
-    custom: AllGather | None
+    custom: UserGather | None
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class CopiedOut(Gathered):
         self._is_to_copy = False
         self._own_storage.resize_(0)
 
-    def gather_by(self, custom: AllGather | None) -> None:
+    def gather_by(self, custom: UserGather | None) -> None:
         """See `Gathered.gather_by`. In addition, passes ``custom`` to a gather that several flat params share."""
         super().gather_by(custom)
         if self._joint is not None:

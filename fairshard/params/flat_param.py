@@ -22,15 +22,15 @@ from fairshard.params.gathered import Gather, Gathered
 from fairshard.params.kept_part import KeptPart
 from fairshard.params.leaves import Leaves
 from fairshard.params.route import Route
+from fairshard.params.rule import GradHome, Rule
 from fairshard.params.shard_grad import GradTransfers
 from fairshard.params.shown import ShownShard
 from fairshard.params.slot import plain_and_others
-from fairshard.settings.config import GradHome, UnitConfig, check_param_dtype
+from fairshard.utils.buckets import Bucket, Division, Hook
 from fairshard.utils.collectives import Communicator, Communicators, exchange_tag
 from fairshard.utils.layout import FlatLayout
 from fairshard.utils.pinned import host_empty_like
-from fairshard.utils.reduce_scatter_bucketer import Bucket, Division, Hook
-from fairshard.utils.tensors import set_data
+from fairshard.utils.storage import set_data
 
 
 class FlatParam(Leaves):
@@ -154,35 +154,34 @@ class FlatParam(Leaves):
 
     # ---- setting up
 
-    def compute_dtype_under(self, config: UnitConfig) -> torch.dtype:
+    def compute_dtype_under(self, rule: Rule) -> torch.dtype:
         """The dtype in which these parameters are gathered; those of BatchNorm keep their own, as its buffers do."""
-        return config.compute_dtype_of(self.shard.dtype, self.slots[0].keeps_dtype)
+        return rule.compute_dtype_of(self.shard.dtype, self.slots[0].keeps_dtype)
 
-    def materialize(self, comms: Communicators, config: UnitConfig, transfers: GradTransfers, on_grad: Any) -> None:
+    def materialize(self, comms: Communicators, rule: Rule, transfers: GradTransfers, on_grad: Any) -> None:
         """Create the buffer and the leaves, with the current dtype and device of the shard.
 
         ``on_grad(leaf)`` is called when autograd has accumulated a leaf's gradient. It must not refer to this
         object: the garbage collector does not see the references from leaves to their hooks.
         """
         self.adopt_assigned()
-        check_param_dtype(config, self.shard.dtype, self.name)  # the user may have called `.half()` since
         self.follow_requires_grad()
         self.comms = comms
         comm = self.comm = comms.shard
         self.tag_id = comm.new_id()
         self.reduce_id = self.tag_id if comms.reduce is comm else comms.reduce.new_id()
         self.replica_id = 0 if comms.replicas is None else comms.replicas.new_id()
-        self._division = self._own_division or config.division_among(comms.num_ranks)
-        self.compute_dtype = self.compute_dtype_under(config)
-        self.reduce_dtype = config.reduce_dtype_of(self.compute_dtype)
+        self._division = self._own_division or rule.division_among(comms.num_ranks)
+        self.compute_dtype = self.compute_dtype_under(rule)
+        self.reduce_dtype = rule.reduce_dtype_of(self.compute_dtype)
         self.compute_device = transfers.device
-        home = config.grad_home if self.on_cpu else GradHome.SHARD
+        home = rule.grad_home if self.on_cpu else GradHome.SHARD
         held = None if self.grad is None else self.grad.value  # from when this unit was a separate model
-        grad_dtype = config.grad_dtype_of(self.shard.dtype, self.reduce_dtype)
+        grad_dtype = rule.grad_dtype_of(self.shard.dtype, self.reduce_dtype)
         self._on_grad = on_grad
         with torch.inference_mode(False), torch.no_grad():
             if self.on_cpu:
-                self._place_on_cpu(keep_on_device=not config.cpu_offload)
+                self._place_on_cpu(keep_on_device=not rule.cpu_offload)
             elif self.shard.device != self.compute_device:
                 set_data(self.shard, self.shard.data.to(self.compute_device))
             self.gathered = self._make_gathered(comm)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fairshard.params.kept_part import KeptPart
-from fairshard.utils.collectives import RowGather, Transfer
-from fairshard.utils.custom_comms import AllGather, CustomGather
+from fairshard.utils.collectives import UserGather
 from fairshard.utils.streams import Event, Stream
+from fairshard.utils.transfers import Transfer
 
 
 class CopyOuts:
@@ -54,6 +54,10 @@ class CopyOuts:
 class Gather(Protocol):
     """An all-gather into one buffer, in which this rank's row is already written."""
 
+    def through(self, user: UserGather | None) -> Gather:
+        """The gather to start: that of ``user``, where it may replace this one."""
+        ...
+
     def start(self, tag: int) -> Transfer:
         """Start the gather. **Collective.**"""
         ...
@@ -77,7 +81,7 @@ class Gathered:
         # forward and backward as an in-place change (tests/engine/test_leaves.py).
         self.views = [view.data for view in views]
         self.transfer: Transfer | None = None
-        self.custom: AllGather | None = None
+        self.custom: UserGather | None = None
         self.copies: CopyOuts | None = None
         self._gather = gather
         self._row = row
@@ -98,8 +102,7 @@ class Gathered:
             self._storage.resize_(self._nbytes)
         if own is not None:
             self._row.copy_(own, non_blocking=True)
-        plain = part is None and self.custom is None
-        self.transfer = (self._gather if plain else self._gather_from(part)).start(tag)
+        self.transfer = self._gather_from(part).start(tag)
 
     def wait(self) -> None:
         """Wait for the running gather, if any; then the views hold the whole parameters."""
@@ -114,14 +117,12 @@ class Gathered:
             transfer.wait()
         self._storage.resize_(0)
 
-    def gather_by(self, custom: AllGather | None) -> None:
+    def gather_by(self, custom: UserGather | None) -> None:
         """Gather with the user's all-gather ``custom`` from now on; None: with the engine's own."""
         self.custom = custom
 
     def _gather_from(self, part: KeptPart | None) -> Gather:
         """The gather that fills the memory; writes ``part`` first, if given. This rank's row is already written."""
         gather: Gather = self._gather if part is None else part.write()
-        if self.custom is not None and isinstance(gather, RowGather):
-            return CustomGather(gather, self.custom)
-        return gather
+        return gather if self.custom is None else gather.through(self.custom)
 

@@ -25,7 +25,7 @@ from fairshard.params.shard_grad import unexpected_error
 from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot, plain_and_others
 from fairshard.utils.autograd import accumulate_node, reached, reaches
-from fairshard.utils.tensors import joined_columns
+from fairshard.utils.block import joined_columns
 
 # Of slots and of parameters; `map` with them costs less host time than a loop.
 _TRAINS, _HOOKS = attrgetter("leaf.requires_grad"), attrgetter("_post_accumulate_grad_hooks")

@@ -82,7 +82,7 @@ class Registered:
 
         Since the leaves were registered, or since `note`.
         """
-        if list(map(_VERSION, self._slots)) == self._versions and not self._shows_other():
+        if not self.are_leaves or (list(map(_VERSION, self._slots)) == self._versions and not self._shows_other()):
             return None
         for slot, version in zip(self._slots, self._versions, strict=True):
             if slot.leaf._version != version or slot.shows_other:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fairshard.errors import FairshardError
 from fairshard.params.kept_sum import KeptSum
-from fairshard.utils.collectives import Communicator, Communicators
-from fairshard.utils.custom_comms import AllGather, CustomReduce, ReduceScatter
+from fairshard.utils.collectives import Communicator, Communicators, UserGather
 from fairshard.utils.streams import Stream
 
 
@@ -20,17 +19,18 @@ from fairshard.utils.streams import Stream
 class Route:
     """Custom communication of one flat param, and its sum that is not summed over replicas yet.
 
-    ``gather`` and ``scatter`` replace the engine's collectives; with ``uses_group_memory`` they are the engine's, in
-    memory from the backend. ``hook`` is called with each mean, on ``hook_stream``. Without ``sums_replicas``, sums over
-    the ranks of a shard are kept, and not summed over replicas yet.
+    ``gather`` and ``scatter`` make the user's collectives from the engine's, which they replace; with
+    ``uses_group_memory`` these are the engine's, in memory from the backend. ``hook`` is called with each mean, on
+    ``hook_stream``. Without ``sums_replicas``, sums over the ranks of a shard are kept, and not summed over replicas
+    yet.
 
     Attributes:
         keeps_sums: whether sums wait now; False without replicas.
         kept: the waiting sum.
     """
 
-    gather: AllGather | None = None
-    scatter: ReduceScatter | None = None
+    gather: UserGather | None = None
+    scatter: Callable[[Communicator], Communicator] | None = None
     uses_group_memory: bool = False
     hook: Callable[[Tensor], object] | None = None
     hook_stream: Any = None
@@ -59,7 +59,7 @@ class Route:
         if comms is None:
             return None
         if self.scatter is not None:
-            comms = replace(comms, reduce=CustomReduce(comms.reduce, self.scatter))
+            comms = replace(comms, reduce=self.scatter(comms.reduce))
         return replace(comms, replicas=None) if self.keeps_sums else comms
 
     @torch.no_grad()

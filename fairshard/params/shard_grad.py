@@ -23,12 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from fairshard.errors import BackwardOrderError, FairshardError
-from fairshard.settings.config import GradHome
+from fairshard.params.rule import GradHome
 from fairshard.utils.dynamo import not_traced
 from fairshard.utils.pinned import host_empty_like
-from fairshard.utils.storage import is_aliased
+from fairshard.utils.storage import is_aliased, set_grad
 from fairshard.utils.streams import Event, Stream, now
-from fairshard.utils.tensors import set_grad
 
 MAX_KEPT_NBYTES = 64 << 20
 """How many bytes of copied gradients, besides the newest, are kept until their copies have finished."""

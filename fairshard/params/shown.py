@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from fairshard.errors import FairshardError
 from fairshard.params.line import FlatLine
+from fairshard.params.rule import GradHome
 from fairshard.params.shard_grad import GradTransfers, ShardGrad
 from fairshard.params.slot import ParamSlot
-from fairshard.settings.config import GradHome
 from fairshard.utils.span import Span
-from fairshard.utils.tensors import set_data
+from fairshard.utils.storage import set_data
 
 
 class ShownShard:

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fairshard.errors import FairshardError, ParameterShardedError
 from fairshard.params.placeholder import GatheredAs, ShardedParameter
 from fairshard.utils.dynamo import not_traced
-from fairshard.utils.tensors import set_data
+from fairshard.utils.storage import set_data
 
 
 class _Guard:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from fairshard.params.copied_out import is_to_align
+from fairshard.params.rule import GradHome
 from fairshard.planning.summary import FlatSizes
 from fairshard.planning.units import PlannedUnit
-from fairshard.settings.config import GradHome
-from fairshard.utils.collectives import EXCHANGE_RANKS
+from fairshard.utils.groups import EXCHANGE_RANKS
 from fairshard.utils.owned_layout import OwnedLayout
 
 
@@ -37,7 +37,7 @@ class SourceBytes:
         self.params = [slot.leaf for slot in unit.slots[index]]
         self._shapes = [slot.shape for slot in unit.slots[index]]
         self.comms: Any = _Comms(_Ranks(flat.layout.world_size), num_ranks // flat.layout.world_size)
-        self.reduce_dtype = unit.config.reduce_dtype_of(flat.compute_dtype)
+        self.reduce_dtype = unit.config.rule.reduce_dtype_of(flat.compute_dtype)
         self.compute_device = torch.device(device)
         self.shard_numel = flat.shard_numel
         self.bucket_numel = flat.layout.padded_numel
@@ -60,7 +60,7 @@ class SourceBytes:
     @property
     def grad_stays(self) -> bool:
         """Whether the reduced gradient stays on the compute device."""
-        return not self.config.master_on_cpu or self.config.grad_home is not GradHome.HOST
+        return not self.config.master_on_cpu or self.config.rule.grad_home is not GradHome.HOST
 
 
 class BucketBytes:

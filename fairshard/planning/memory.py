@@ -17,13 +17,13 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fairshard.engine.record import ForwardOrder, Pass
 from fairshard.engine.schedule import CallPlace, Kind, Schedule, UnitRule, build
+from fairshard.params.rule import GradHome
 from fairshard.params.shard_grad import MAX_KEPT_NBYTES
 from fairshard.planning.bucket_bytes import BucketBytes, SourceBytes
 from fairshard.planning.units import PlannedUnit
 from fairshard.planning.wrap_plan import BucketRow, MemoryTerm, WrapPlan
-from fairshard.settings.config import GradHome
 from fairshard.settings.fsdp1 import BackwardPrefetch
-from fairshard.utils.bucket_plan import is_crowded, pack
+from fairshard.utils.buckets import is_crowded, pack
 from fairshard.utils.device import check_device_type
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
@@ -104,7 +104,7 @@ def _lasting_terms(sources: Iterable[SourceBytes], make: Callable[[list[nn.Param
             nbytes["shards that compute", False] += source.shard_numel * source.flat.compute_dtype.itemsize
         if source.flat.requires_grad:
             nbytes["optimizer state", on_cpu] += _state_nbytes(source, make)
-            if on_cpu and source.config.grad_home is GradHome.HOST:
+            if on_cpu and source.config.rule.grad_home is GradHome.HOST:
                 nbytes[GRADS, True] += source.flat.grad_nbytes
     return [MemoryTerm(name, total, on_host) for (name, on_host), total in nbytes.items()]
 

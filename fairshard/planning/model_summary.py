@@ -12,9 +12,9 @@ from torch import nn
 from fairshard.engine.tree import is_wrapper, unit_of, units_to, walk
 from fairshard.engine.unit import Unit
 from fairshard.params.flat_param import FlatParam
+from fairshard.params.rule import GradHome
 from fairshard.planning.summary import UnitRow, large_unit_warning, unit_table
-from fairshard.settings.config import GradHome
-from fairshard.utils.bucket_plan import MB
+from fairshard.utils.buckets import MB
 from fairshard.utils.layout import FlatLayout
 from fairshard.utils.owned_layout import OwnedLayout
 from fairshard.utils.ragged_layout import RaggedLayout
@@ -117,7 +117,7 @@ def _summary_of(row: UnitRow, unit: Unit, module: str) -> UnitSummary:
     over = f"{config.sharding_strategy.name} over {shards}"
     if replicas is not None:
         over += f" x {replicas.world_size}"
-    computed = [flat_param.compute_dtype_under(config) for flat_param in params]
+    computed = [flat_param.compute_dtype_under(config.rule) for flat_param in params]
     return UnitSummary(
         row,
         module,
@@ -125,7 +125,7 @@ def _summary_of(row: UnitRow, unit: Unit, module: str) -> UnitSummary:
         _joined(_placement(flat_param.layout) for flat_param in params),
         _joined(_name(flat_param.shard.dtype) for flat_param in params),
         _joined(map(_name, computed)),
-        _joined(_name(config.reduce_dtype_of(dtype)) for dtype in computed),
+        _joined(_name(config.rule.reduce_dtype_of(dtype)) for dtype in computed),
         _joined(_state(flat_param, unit) for flat_param in params),
     )
 
@@ -138,7 +138,7 @@ def _placement(layout: FlatLayout) -> str:
 def _state(flat_param: FlatParam, unit: Unit) -> str:
     if not flat_param.on_cpu:
         return str(flat_param.shard.device)
-    held = unit.config.grad_home is GradHome.HELD
+    held = unit.config.rule.grad_home is GradHome.HELD
     return f"host, gradients on {unit.origin.device}" if held else "host"
 
 

@@ -121,7 +121,7 @@ def unit_table(model: nn.Module) -> list[UnitRow]:
             fqn,
             [
                 FlatSizes(
-                    fp.layout, fp.shard.dtype, fp.compute_dtype_under(unit.config), fp.shard.requires_grad, fp.rank
+                    fp.layout, fp.shard.dtype, fp.compute_dtype_under(unit.rule), fp.shard.requires_grad, fp.rank
                 )
                 for fp in unit.flat_params
             ],

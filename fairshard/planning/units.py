@@ -24,8 +24,8 @@ from fairshard.settings.resolve import resolve
 from fairshard.setup.ignored import renewed
 from fairshard.setup.lines import PlacementFn, SlotLines
 from fairshard.setup.sharding import check_not_sharded, collect_slots, group_slots
-from fairshard.utils.containers import apply_to_tensors
 from fairshard.utils.layout import FlatLayout
+from fairshard.utils.nested import apply_to_tensors
 from fairshard.utils.ragged_layout import RaggedLayout
 from fairshard.utils.user_line import level_of_user
 
@@ -75,7 +75,7 @@ class PlannedUnit:
         sizes = []
         for index, group in enumerate(self.slots):
             leaf = group[0].leaf
-            compute_dtype = self.config.compute_dtype_of(leaf.dtype, group[0].keeps_dtype)
+            compute_dtype = self.config.rule.compute_dtype_of(leaf.dtype, group[0].keeps_dtype)
             layout = self.layouts.get(index) or FlatLayout([slot.numel for slot in group], world_size)
             sizes.append(FlatSizes(layout, leaf.dtype, compute_dtype, leaf.requires_grad, self.rank))
         return sizes

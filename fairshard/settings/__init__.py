@@ -3,5 +3,5 @@
 The options of both entry points, the resolved settings of a unit, its process groups and mesh, and the forms of state
 dicts. Nothing here holds a parameter.
 
-May import from this folder and from errors, utils.
+May import from this folder and from errors, utils, params, engine.
 """

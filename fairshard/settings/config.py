@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import torch
 
+from fairshard.params.rule import GradHome, Rule
 from fairshard.settings.fsdp1 import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fairshard.settings.state_dicts import FullStateDictConfig, StateDictSettings, default_settings
-from fairshard.utils.reduce_scatter_bucketer import Division
 
 ORDER_CHECKS = ("always", "sampled", "off")
-
-
-class GradHome(Enum):
-    """Where the reduced gradient of a shard is kept."""
-
-    SHARD = "on the shard, in the memory of the reduction"
-    HOST = "on the shard, in host memory"
-    HELD = "with the unit, on the compute device: torch refuses a ``.grad`` on another device than its parameter"
 
 
 @dataclass(frozen=True)
@@ -91,38 +82,35 @@ class UnitConfig:
         """These settings with ``no_broadcast_optim_state``."""
         return replace(self, late=replace(self.late, no_broadcast_optim_state=True))
 
+    def state_dict_settings(self) -> StateDictSettings:
+        """The form of state dicts to begin with."""
+        return self.late.settings() or default_settings()
+
     @property
-    def grad_home(self) -> GradHome:
-        """Where reduced gradients are kept."""
-        if self.move_grads_to_cpu:
-            return GradHome.HOST
-        return GradHome.HELD if self.cpu_offload else GradHome.SHARD
-
-    def compute_dtype_of(self, param_dtype: torch.dtype, keeps_dtype: bool = False) -> torch.dtype:
-        """The dtype in which parameters of ``param_dtype`` are gathered and compute; with ``keeps_dtype`` their own."""
-        return param_dtype if keeps_dtype else self.compute_dtype or param_dtype
-
-    def reduce_dtype_of(self, compute_dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients are reduced, for parameters that compute in ``compute_dtype``."""
-        return self.precision.reduce_dtype or compute_dtype
-
-    def grad_dtype_of(self, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the gradient of a shard of ``param_dtype``, reduced in ``reduce_dtype``."""
-        return reduce_dtype if self.precision.keep_low_precision_grads else param_dtype
-
-    def division_among(self, num_ranks: int) -> Division:
-        """The divisors that make gradients means over ``num_ranks``."""
-        before = self.gradient_predivide_factor or 1.0
-        return Division(before, num_ranks / before)
-
-    def input_dtype(self, is_root: bool) -> torch.dtype | None:
-        """The dtype to which floating inputs of a forward are cast; None does not cast."""
-        precision = self.precision
-        if precision.param_dtype is None:
-            return torch.float32 if self.force_input_to_fp32 else None
-        if precision.cast_root_forward_inputs if is_root else precision.cast_forward_inputs:
-            return precision.param_dtype
-        return None
+    def rule(self) -> Rule:
+        """These settings as the engine needs them."""
+        precision, late, prefetch = self.precision, self.late, self.backward_prefetch
+        casts_to = precision.param_dtype
+        uncast = torch.float32 if self.force_input_to_fp32 and casts_to is None else None
+        on_host = GradHome.HELD if self.cpu_offload else GradHome.SHARD
+        return Rule(
+            reshard_after_forward=self.reshard_after_forward,
+            reshard_root=not late.disable_reshard_on_root,
+            keeps_across_passes=late.keeps_across_passes,
+            keeps_in_no_sync=self.keeps_in_no_sync,
+            compute_dtype=self.compute_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            keeps_reduce_dtype=precision.keep_low_precision_grads,
+            buffer_dtype=precision.buffer_dtype,
+            input_dtype=(casts_to if precision.cast_forward_inputs else None) or uncast,
+            root_input_dtype=(casts_to if precision.cast_root_forward_inputs else None) or uncast,
+            divide_before=self.gradient_predivide_factor or 1.0,
+            cpu_offload=self.cpu_offload,
+            grad_home=GradHome.HOST if self.move_grads_to_cpu else on_host,
+            prefetches_in_forward=self.forward_prefetch is not False,
+            prefetches_in_backward=prefetch is not None,
+            prefetches_late=prefetch is BackwardPrefetch.BACKWARD_POST,
+        )
 
 
 def check_param_dtype(config: UnitConfig, dtype: torch.dtype, fqn: str) -> None:

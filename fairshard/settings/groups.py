@@ -14,12 +14,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.settings.fsdp1 import ShardingStrategy
-from fairshard.utils.collectives import Communicator, Communicators, communicator
+from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.device import device_count
-from fairshard.utils.messages import default_group, group_of_one, subgroup
+from fairshard.utils.groups import communicator, default_group, group_of_one, subgroup
 from fairshard.utils.parallel import check_is_group
 from fairshard.utils.user_line import level_of_user
-from fairshard.utils.watchdog import watch
 
 Groups = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
 MISSING = "MISSING"
@@ -127,7 +126,6 @@ def find_groups(
         TypeError: a group is not a process group of this rank.
         ValueError: the arguments contradict the strategy or each other.
     """
-    watch()  # every rank builds a model; later only some may call a collective
     if reduce_group is not None:
         check_is_group(reduce_group, "process_group_reduce_scatter")
     if device_mesh is not None:

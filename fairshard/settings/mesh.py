@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fairshard.utils.device import default_device_type
-from fairshard.utils.messages import default_group
+from fairshard.utils.groups import default_group
 
 # Weak keys and values: a mesh holds its group, which would otherwise live forever with its threads.
 _meshes: weakref.WeakKeyDictionary[ProcessGroup, weakref.ref[DeviceMesh]] = weakref.WeakKeyDictionary()

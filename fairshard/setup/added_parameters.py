@@ -24,8 +24,8 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.params.slot import ParamSlot, sharded_param_of, slot_of
 from fairshard.setup.around import watch_ddp
+from fairshard.utils.failures import reported
 from fairshard.utils.names import join
-from fairshard.utils.watchdog import reported
 
 _num_changes = 0
 _watching: set[Callable[..., Any]] = set()

@@ -18,13 +18,16 @@ from fairshard.engine.tree import modules_of, unit_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, RanksDisagreeError
 from fairshard.params.dtensor_slot import DTensorSlot
-from fairshard.settings.groups import check_pairs
+from fairshard.settings.config import check_param_dtype
+from fairshard.settings.groups import check_pairs, part_of
 from fairshard.setup.late_changes import adopt_all_changes, connect
 from fairshard.setup.lines import forget_loads
+from fairshard.setup.naming import place
 from fairshard.setup.one_model import check_one_model, note_model
 from fairshard.setup.placement import check_host_memory, compute_device
-from fairshard.utils.collectives import Communicator, Communicators, communicator
+from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.dynamo import untraced
+from fairshard.utils.groups import communicator, on_host
 from fairshard.views.rows import join_gathers
 
 
@@ -46,7 +49,7 @@ def claim(module: nn.Module) -> Root:
     check_one_model(module, found)
     for fqn, unit in found:
         unit.unpin()
-        unit.place(fqn)
+        place(unit, fqn)
     units = [unit for _, unit in found]
     refused = None
     try:
@@ -74,7 +77,7 @@ def claim(module: nn.Module) -> Root:
     check_host_memory(first.replicas if first.shard.world_size == 1 and first.replicas else first.shard, units, device)
     for comm in distinct:
         if comm.world_size > 1 and comm.is_real:
-            comm.on_host  # noqa: B018 (connects)
+            on_host(comm)
     root = Root(
         next((comm for comm in reversed(distinct) if comm.world_size > 1), distinct[-1]).new_id(),
         units,
@@ -95,9 +98,14 @@ def claim(module: nn.Module) -> Root:
             own_modules[owner] += modules_of(part)
     with all_or_none(units):
         for unit in units:
+            for flat_param in unit.flat_params:
+                flat_param.adopt_assigned()
+                check_param_dtype(unit.config, flat_param.shard.dtype, flat_param.name)  # the user may call `.half()`
             unit.materialize(root, root.shared, comms[unit], own_modules[unit])
             join_gathers(unit.flat_params)
-            unit.make_parts()
+            among = part_of(comms[unit].shard, unit.config.reshard_after_forward, unit.fqn)
+            if among is not None:
+                unit.keep_parts(among)
             unit.prefetch.choose_among(units)
     return root
 

@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fairshard.checks.agreement import check_same, raise_together
+from fairshard.checks.watchdog import watch
 from fairshard.setup.origin import Ignored, Origin
 from fairshard.engine.tree import units_below, walk
 from fairshard.errors import FairshardError
 from fairshard.setup.materialize import OwnTensors
 from fairshard.setup.shared_params import SharedParams
-from fairshard.utils.collectives import communicator
 from fairshard.utils.device import check_supported, current_device, default_device_type, device_count
 from fairshard.utils.dtensors import memory_of
-from fairshard.utils.messages import communicates
+from fairshard.utils.groups import communicates, communicator
+from fairshard.utils.messages import broadcast_tensors
 from fairshard.utils.parallel import validate_process_group
 from fairshard.utils.streams import is_asynchronous
 from fairshard.utils.subclasses import inner_tensors
@@ -79,6 +80,7 @@ def make_ready(module: nn.Module, how: Construction, ignored: Ignored, groups: l
         FairshardError: its parameters are on several devices.
         RanksDisagreeError: tensors to broadcast do not have the same names and shapes on all ranks.
     """
+    watch()  # every rank builds a model; later only some may call a collective
     own = OwnTensors(module, ignored)
     sums: dict[str, Tensor] = {}
     if how.sync_module_states:
@@ -130,7 +132,7 @@ def _sync(own: OwnTensors, how: Construction, groups: list[ProcessGroup]) -> tor
     tensors = own.tensors
     for comm in comms:
         check_same(comm, [f"`{fqn}` {tuple(value.shape)} {value.dtype}" for fqn, value in tensors.items()], device)
-        comm.broadcast_tensors(list(tensors.values()), device, _BUCKET_NBYTES)
+        broadcast_tensors(list(tensors.values()), device, _BUCKET_NBYTES, comm.group)
     return device
 
 

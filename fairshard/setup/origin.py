@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.versions import counters_of
-from fairshard.utils.containers import apply_to_tensors
+from fairshard.utils.nested import apply_to_tensors
 
 
 @dataclass(frozen=True)

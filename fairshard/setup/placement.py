@@ -10,14 +10,15 @@ import torch
 
 from fairshard.engine.unit import Unit
 from fairshard.errors import HostMemoryError
-from fairshard.settings.config import GradHome
+from fairshard.params.rule import GradHome
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.device import current_device, default_device_type
-from fairshard.utils.messages import communicates
-from fairshard.utils.pinned import too_much_to_pin
+from fairshard.utils.groups import communicates
+from fairshard.utils.host import free_host_memory
 from fairshard.utils.streams import is_asynchronous
 from fairshard.utils.user_line import level_of_user
 
+MAX_FRACTION = 0.8
 _log = logging.getLogger("fairshard")
 
 
@@ -71,6 +72,18 @@ def check_host_memory(comm: Communicator, units: list[Unit], device: torch.devic
             raise HostMemoryError(f"{problem} (rank {rank} on {hosts[rank][0]})")
 
 
+def too_much_to_pin(nbytes: int, num_ranks: int) -> str:
+    """Why this host's ``num_ranks`` ranks must not pin ``nbytes`` in total; empty if they may."""
+    free = free_host_memory()
+    if nbytes <= MAX_FRACTION * free:
+        return ""
+    return (
+        f"Host memory to be pinned must be at most {MAX_FRACTION:.0%} of what is free, but {num_ranks} ranks here "
+        f"would pin {nbytes / 2**30:.2f} GiB, with {free / 2**30:.2f} GiB free. Use more hosts, "
+        "`move_grads_to_cpu=False`, or a smaller model."
+    )
+
+
 def _nbytes_to_pin(units: list[Unit]) -> int:
     """Bytes of host memory for shards and gradients.
 
@@ -82,8 +95,8 @@ def _nbytes_to_pin(units: list[Unit]) -> int:
         for flat_param in unit.flat_params:
             if flat_param.on_cpu:
                 nbytes += flat_param.shard.nbytes
-                if flat_param.requires_grad and unit.config.grad_home is GradHome.HOST:
+                if flat_param.requires_grad and unit.config.rule.grad_home is GradHome.HOST:
                     nbytes += 2 * flat_param.shard.nbytes
-                elif unit.config.grad_home is GradHome.HELD:
+                elif unit.config.rule.grad_home is GradHome.HELD:
                     largest_held = max(largest_held, flat_param.shard.nbytes)
     return nbytes + 2 * largest_held

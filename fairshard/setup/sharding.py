@@ -22,11 +22,12 @@ from fairshard.settings.config import UnitConfig, check_param_dtype
 from fairshard.settings.data_mesh import DataMesh
 from fairshard.settings.placements import Owned, RowBlocks
 from fairshard.setup.lines import PlacementFn, SlotLines
+from fairshard.setup.naming import place
 from fairshard.setup.shared_memory import check_memory
 from fairshard.setup.shared_params import SharedParams, refusal
 from fairshard.utils.names import join
+from fairshard.utils.storage import set_data
 from fairshard.utils.subclasses import POST, PRE, check_extended, is_extended, is_wrapper, refuse_wrapper
-from fairshard.utils.tensors import set_data
 from fairshard.views.extended_param import ExtendedParam
 from fairshard.views.shown_dtensors import ShownDTensors
 from fairshard.views.shown_extended import ShownExtended
@@ -97,7 +98,7 @@ def _slots_in(module: nn.Module, origin: Origin) -> list[ParamSlot]:
     """The parameters of ``module`` that no inner unit has; inner units get the names that they have in ``module``."""
     inner: list[FlatParam] = []
     for fqn, unit in units_below(module):
-        unit.place(fqn)  # messages name its parameters
+        place(unit, fqn)  # messages name its parameters
         inner += unit.flat_params
     return collect_slots(walk(module), inner, origin.ignored.ids, origin.shared)
 

@@ -99,10 +99,10 @@ class SharedParams:
                     "around both, and call that."
                 )
             owner, flat_param = pairs[0]
-            theirs = flat_param.compute_dtype_under(owner.config), owner.config.input_dtype(is_root=False)
+            theirs = flat_param.compute_dtype_under(owner.rule), owner.rule.input_dtype
             ours = (
-                unit.config.compute_dtype_of(flat_param.shard.dtype, slot.keeps_dtype),
-                unit.config.input_dtype(is_root=False),
+                unit.rule.compute_dtype_of(flat_param.shard.dtype, slot.keeps_dtype),
+                unit.rule.input_dtype,
             )
             if ours != theirs:
                 raise ValueError(

@@ -74,7 +74,8 @@ def common_settings(module: nn.Module) -> StateDictSettings:
                 f"`{first_fqn or 'root'}` has {first.state_dict_settings}, `{fqn}` has {unit.state_dict_settings}. "
                 "Call FullyShardedDataParallel.set_state_dict_type on the outermost module."
             )
-    return dataclasses.replace(first.state_dict_settings)
+    settings: StateDictSettings = first.state_dict_settings
+    return dataclasses.replace(settings)
 
 
 def _check_door(module: nn.Module, settings: StateDictSettings) -> None:

@@ -18,9 +18,10 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.flat_param import FlatParam
+from fairshard.utils.messages import broadcast, receive_on_first, scatter_rows, send_to_first
 from fairshard.utils.ragged_tensor import RaggedTensor
 from fairshard.utils.span_tensor import SpanTensor
-from fairshard.utils.tensors import set_grad
+from fairshard.utils.storage import set_grad
 from fairshard.utils.user_line import level_of_user
 from fairshard.views.orig_param import OrigParam, Stepped
 from fairshard.views.shown_extended import ShownExtended
@@ -135,15 +136,16 @@ def gather_params(flat_param: Stepped, values: Tensor, first_only: bool, offload
     values = values.to(flat_param.compute_device).contiguous()
     runs = [values[piece.target.start : piece.target.stop] for piece in layout.pieces_of(comm.rank)]
     if comm.rank != 0:
-        comm.send_to_first(runs)
+        send_to_first(runs, comm.group)
         return []
     lines = [values.new_empty(slot.numel) for slot in flat_param.slots]
-    comm.receive_on_first(
+    receive_on_first(
         runs,
         [
             [lines[piece.index][piece.source.start : piece.source.stop] for piece in layout.pieces_of(rank)]
             for rank in range(comm.world_size)
         ],
+        comm.group,
     )
     return [flat_param.shaped(index, line).to(device) for index, line in enumerate(lines)]
 
@@ -165,10 +167,10 @@ def scatter_params(flat_param: Stepped, values: list[Tensor], dtype: torch.dtype
     if isinstance(flat_param, OrigParam) and flat_param.layout.owner is not None:
         if values:
             row.copy_(values[0].reshape(-1))
-        flat_param.comm.broadcast(row, 0)  # rows of all ranks would be as many times its size
+        broadcast(row, 0, flat_param.comm.group)  # rows of all ranks would be as many times its size
     else:
         line = flat_param.lay_out(values).to(flat_param.compute_device) if values else None
-        flat_param.comm.scatter_rows(row, line)
+        scatter_rows(row, line, flat_param.comm.group)
     own = row[: flat_param.shard_numel]
     if is_ragged:
         assert isinstance(flat_param, OrigParam)

@@ -25,6 +25,7 @@ from fairshard.settings.state_dicts import FullStateDictConfig, StateDictConfig,
 from fairshard.state.assigned_values import own_tensors_kept
 from fairshard.state.foreign_names import check_names, check_whole
 from fairshard.state.full_params import Showing, is_shown, is_shown_on_first, show, show_spans, with_owners
+from fairshard.utils.messages import broadcast_object
 from fairshard.utils.names import COMPILED, clean_tensor_name, join
 from fairshard.utils.span_tensor import SpanTensor
 
@@ -250,7 +251,7 @@ def share_state(wrapper: nn.Module, unit: Unit, state: dict[str, Any], prefix: s
                     is_sharded = clean_tensor_name(key[len(prefix) :]) in sharded
                     value = torch.empty(value.shape, dtype=value.dtype, device="meta") if is_sharded else value.cpu()
                 theirs[key] = value
-    theirs = comm.broadcast_object(theirs)
+    theirs = broadcast_object(theirs, comm.group)
     if comm.rank != 0:
         for key in [key for key in state if key.startswith(prefix)]:
             del state[key]

@@ -22,6 +22,7 @@ from fairshard.state.full_params import scatter_params, spans_of
 from fairshard.state.mixed_state import fit_together, keys_of
 from fairshard.state.optim_params import Groups, NamedParam, OptimParams, ids_of
 from fairshard.utils.dtensors import are_placed_alike, memory_of, placed_as
+from fairshard.utils.messages import broadcast_object
 from fairshard.utils.names import clean_tensor_name
 from fairshard.utils.sharded_tensors import gathered
 from fairshard.utils.span_tensor import SpanTensor
@@ -121,7 +122,7 @@ class ShardedOptimState:
             own = saved
             if isinstance(saved, Mapping) and isinstance(saved.get("state"), Mapping):
                 own = {**saved, "state": {key: self._without_elements(key, e) for key, e in saved["state"].items()}}
-        skeleton: Mapping[str, Any] = comm.broadcast_object(tree_map_only(Tensor, Tensor.cpu, own))
+        skeleton: Mapping[str, Any] = broadcast_object(tree_map_only(Tensor, Tensor.cpu, own), comm.group)
         return skeleton
 
     def _find_scalars(self, saved: Mapping[Any, Any]) -> set[str]:

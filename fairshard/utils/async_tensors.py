@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from fairshard.utils.containers import apply_to_tensors
+from fairshard.utils.nested import apply_to_tensors
 
 
 class _Waited(torch.autograd.Function):

@@ -8,9 +8,9 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fairshard.utils.dynamo import untraced
+from fairshard.utils.steps import count_step
 
 _listeners: dict[int, Callable[[], Any]] = {}
-_num_steps = 0
 
 
 def add_before_step(key: int, method: Callable[[], Any]) -> None:
@@ -23,15 +23,13 @@ def remove_before_step(key: int) -> None:
     _listeners.pop(key, None)
 
 
-def num_steps() -> int:
-    """Number of optimizer steps that have begun in this process."""
-    return _num_steps
-
-
 def about_to_step() -> None:
-    """Notify all listeners; optimizers that step part of their parameters outside ``step`` call this."""
-    global _num_steps
-    _num_steps += 1
+    """Count a step and notify all listeners; optimizers that step parameters outside ``step`` call this."""
+    count_step()
+    _notify()
+
+
+def _notify() -> None:
     for key, reference in list(_listeners.items()):
         method = reference()
         if method is None:
@@ -42,7 +40,7 @@ def about_to_step() -> None:
 
 @untraced
 def _before_step(*_: Any) -> None:
-    about_to_step()
+    _notify()
 
 
 register_optimizer_step_pre_hook(_before_step)

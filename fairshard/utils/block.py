@@ -8,6 +8,7 @@ A parameter that lies on a line is in few rectangles, however many rows the line
                  | c c . . . . . . |      c, a part of one row
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -57,3 +58,17 @@ def rectangles(span: Span, width: int, offset: int = 0) -> list[Block]:
         blocks.append(Block(Span(row, row + num_rows), columns, Span(start, stop).shift(-span.start)))
         start = stop
     return blocks
+
+
+def joined_columns(parts: Sequence[Tensor]) -> Tensor | None:
+    """``parts``, 2-d views that lie side by side in the columns of one tensor, as one view; None if they do not."""
+    if not parts or parts[0].dim() != 2:
+        return None
+    first = parts[0]
+    shape, stride, start = first.shape, first.stride(), first.storage_offset()
+    stop = start
+    for part in parts:
+        if part.dim() != 2 or part.size(0) != shape[0] or part.stride() != stride or part.storage_offset() != stop:
+            return None
+        stop += part.size(1)
+    return first.as_strided((shape[0], stop - start), stride, start) if stride[1] == 1 else None

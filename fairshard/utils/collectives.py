@@ -1,7 +1,7 @@
 """The collectives of training, chosen by backend and world size.
 
-Those of rows of unequal width are in ``unequal_rows.py``, other messages in ``messages.py``. Only these three files
-call collectives of torch.distributed.
+Those of rows of unequal width are in ``unequal_rows.py``, other messages in ``messages.py``. Only these files and
+``groups.py``, which makes the groups, call collectives of torch.distributed.
 
 ======================  =========================================  =======================================
 backend, ranks          all-gather                                 reduce-scatter (always a *sum*)
@@ -19,7 +19,7 @@ process group. Local sums add in rank order, in fp32 for narrower dtypes, so tha
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -29,16 +29,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fairshard.utils.messages import GATHER, SCATTER, GroupMessages, Works, backend_name, gloo_twin
-from fairshard.utils.streams import Event, now
-from fairshard.utils.watchdog import explain, explained
+from fairshard.errors import FairshardError
+from fairshard.utils.failures import explained
+from fairshard.utils.streams import now
+from fairshard.utils.transfers import Chain, Ready, Transfer, Works, wait_all
 
 __all__ = ["counters", "reset_counters"]
 
-EXCHANGE_RANKS = range(2, 5)
-"""Numbers of ranks that exchange rows directly, on gloo."""
 # Four ranks on two cores: below this many bytes gloo's own all-gather is faster (docs/notes/collectives.md).
 _EXCHANGE_MIN_BYTES_AT_FOUR = 1 << 20
+
+# Methods of the group, not functions of torch.distributed, which cost twice as much host time. Renamed in torch
+# 2.13; the old names can go with support for torch < 2.13.
+GATHER = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
+"""The method of a group that gathers tensors into one."""
+SCATTER = "reduce_scatter_single" if hasattr(ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
+"""The method of a group that sums tensors over ranks and gives each rank its part."""
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "agreement", "all_to_all"]
 
@@ -52,104 +58,48 @@ def exchange_tag(kind: Kind, source: int, uses: int, members: int = 0) -> int:
     return (kind == "reduce_scatter") << 30 | (source & 0x3FFF) << 16 | (members & 0xFF) << 8 | uses & 0xFF
 
 
-class Transfer:
-    """A running collective. The caller keeps the tensors that it reads.
+class Communicator:
+    """A process group with this rank's number in it, its collectives and their counts; see `groups.communicator`.
 
-    ``wait`` makes the current stream (on CPU: the calling thread) wait for it, and returns ``result``. It waits for
-    every work even if one fails, because a work that is not waited for would make the next collective time out.
+    ``backend``: of tensors in host memory; None if there is none. ``exchange``: a group of the same ranks for direct
+    exchanges, if they are used.
+
+    Attributes:
+        unfinished: works of dropped models, kept as long as the group; see `Works`.
+        is_real: whether data moves.
     """
 
-    __slots__ = ("_finish", "result", "works")
-
-    def __init__(
-        self,
-        works: Sequence[Any] = (),
-        result: Tensor | None = None,
-        finish: Callable[[], Tensor] | None = None,
-    ) -> None:
-        self.works = works
-        self._finish = finish
-        self.result = result
-
-    def wait(self) -> Tensor | None:
-        """Wait, then return the result of the collective, or None. May be called again."""
-        if self.works:
-            works, self.works = self.works, ()
-            wait_all(works)
-        if self._finish is not None:
-            self.result, self._finish = self._finish(), None
-        return self.result
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return immediately."""
-        return all(work.is_completed() for work in self.works)
-
-
-class Ready(Transfer):
-    """Transfer that ends when the work queued on a stream has ended."""
-
-    __slots__ = ("_done",)
-
-    def __init__(self, done: Event, result: Tensor) -> None:
-        super().__init__(result=result)
-        self._done = done
-
-    def wait(self) -> Tensor | None:
-        """Make the current stream wait for it."""
-        self._done.wait()
-        return self.result
-
-
-class Chain(Transfer):
-    """Two transfers: the second starts with the result of the first."""
-
-    __slots__ = ("_first", "_next", "_start")
-
-    def __init__(self, first: Transfer, start: Callable[[Tensor], Transfer]) -> None:
-        super().__init__()
-        self._first = first
-        self._start = start
-        self._next: Transfer | None = None
-
-    def wait(self) -> Tensor | None:
-        """See `Transfer.wait`. On CPU the calling thread waits for the first before the second starts."""
-        return self._second().wait()
-
-    def is_completed(self) -> bool:
-        """See `Transfer.is_completed`. *Invariant*: starts nothing, because ranks call it at different times."""
-        return self._next is not None and self._next.is_completed()
-
-    def _second(self) -> Transfer:
-        if self._next is None:
-            made = self._first.wait()
-            assert made is not None
-            self._next = self._start(made)
-        return self._next
-
-
-class Communicator(GroupMessages):
-    """A process group with this rank's number in it, its collectives and their counts.
-
-    `communicator` creates it once per group, **collectively**: with gloo it sets up the group for direct exchange.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        super().__init__(group)
+    def __init__(self, group: ProcessGroup, backend: str | None, exchange: ProcessGroup | None = None) -> None:
+        self._group = weakref.ref(group)  # registries are keyed by it: a strong reference would keep both forever
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.backend = backend
+        self.is_real, self.is_gloo = backend != "fake", backend == "gloo"
+        self.exchange = exchange
+        self.unfinished: list[Any] = []
         self.counts: dict[str, tuple[int, int]] = {}
-        self.is_real = backend_name(group, torch.device("cpu")) != "fake"
         self._next_id = self._num_messages = 0
-        self.exchange: ProcessGroup | None = None
-        self.is_gloo = backend_name(group, torch.device("cpu")) == "gloo"
-        if self.is_gloo and self.world_size in EXCHANGE_RANKS:
-            self.exchange = gloo_twin(group)
+        self._host: Communicator | None = None
 
-    @cached_property
-    def on_host(self) -> "Communicator":
-        """The same ranks, for tensors in host memory. **Collective** the first time."""
-        if backend_name(self.group, torch.device("cpu")) is not None:
-            return self
-        self._host = gloo_twin(self.group)
-        return communicator(self._host)
+    @property
+    def group(self) -> ProcessGroup:
+        """The process group; users of a communicator keep its group alive."""
+        group = self._group()
+        if group is None:
+            raise FairshardError("The process group of a model was destroyed while the model was in use.")
+        return group
+
+    @property
+    def host(self) -> "Communicator":
+        """The same ranks, for tensors in host memory: itself, unless its backend has none (see `groups.on_host`)."""
+        return self if self._host is None else self._host
+
+    def connect_host(self, host: "Communicator") -> None:
+        """Use ``host`` for tensors in host memory."""
+        self._host, self._host_group = host, host.group
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """``value`` of every rank, pickled. **Collective**; for error messages, never on the fast path."""
+        return gather_objects(value, self.group)
 
     def gather_messages(self, rows: Tensor) -> Transfer:
         """See `all_gather`. Counted separately; only one at a time. **Collective.**"""
@@ -224,15 +174,6 @@ class Communicator(GroupMessages):
         work = dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=self.group, async_op=True)
         return Transfer((work,), tensor)
 
-    def agree(self, number: int, device: torch.device) -> bool:
-        """Whether every rank passed the same 63-bit ``number``. **Collective.**"""
-        if self.world_size == 1 or not self.is_real:
-            return True
-        both = torch.tensor([number, -number], dtype=torch.int64, device=device)
-        largest = self.all_reduce(both, "max").wait()
-        assert largest is not None
-        return largest[0].item() == number and -largest[1].item() == number
-
     def _sum_native(self, tensor: Tensor) -> Transfer:
         """The backend's own all-reduce; divides fp16 first."""
         power = self.divide_fp16(tensor)
@@ -297,6 +238,10 @@ class Communicators:
         return self.shard.world_size * (1 if self.replicas is None else self.replicas.world_size)
 
 
+UserGather = Callable[["RowGather"], "RowGather"]
+"""Makes a gather of the same rows that the user defines; see ``custom_comms.py``."""
+
+
 class RowGather:
     """An all-gather of the rows of one buffer, prepared for repeated use."""
 
@@ -316,6 +261,10 @@ class RowGather:
         sources = [(comm.rank - distance) % comm.world_size for distance in distances]
         targets = [(comm.rank + distance) % comm.world_size for distance in distances]
         self._peers = [(source, buffer[source], target) for source, target in zip(sources, targets, strict=True)]
+
+    def through(self, user: UserGather | None) -> "RowGather":
+        """This gather, or that of ``user``, which replaces it."""
+        return self if user is None else user(self)
 
     @explained
     def start(self, tag: int) -> Transfer:
@@ -337,15 +286,8 @@ class RowGather:
         return Transfer(works, self.buffer)
 
 
-_communicators: "weakref.WeakKeyDictionary[ProcessGroup, Communicator]" = weakref.WeakKeyDictionary()
-
-
-def communicator(group: ProcessGroup) -> Communicator:
-    """The only `Communicator` of ``group``; **collective** the first time."""
-    found = _communicators.get(group)
-    if found is None:
-        found = _communicators[group] = Communicator(group)
-    return found
+communicators: "weakref.WeakKeyDictionary[ProcessGroup, Communicator]" = weakref.WeakKeyDictionary()
+"""The only `Communicator` of each group; see `groups.communicator`."""
 
 
 def counters() -> dict[str, tuple[int, int]]:
@@ -355,7 +297,7 @@ def counters() -> dict[str, tuple[int, int]]:
     tensor for an all-reduce. A direct exchange counts once. Groups of one rank are not counted.
     """
     totals: dict[str, tuple[int, int]] = {}
-    for comm in _communicators.values():
+    for comm in communicators.values():
         for kind, (number, nbytes) in comm.counts.items():
             before = totals.get(kind, (0, 0))
             totals[kind] = (before[0] + number, before[1] + nbytes)
@@ -364,19 +306,18 @@ def counters() -> dict[str, tuple[int, int]]:
 
 def reset_counters() -> None:
     """Reset `counters` to zero."""
-    for comm in _communicators.values():
+    for comm in communicators.values():
         comm.counts.clear()
 
 
-def wait_all(works: Sequence[Any], failure: Exception | None = None) -> None:
-    """Wait for all works, even if one fails; ``failure``: the error of a work that could not start."""
-    for work in works:
-        try:
-            work.wait()
-        except Exception as error:
-            failure = failure or error
-    if failure is not None:
-        raise explain(failure) from failure
+@explained
+def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
+    """``value`` of every rank of ``group``, pickled; only of this process if ``group`` is None. **Collective.**"""
+    if group is None:
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def sum_in_order(rows: list[Tensor], into: Tensor | None = None) -> Tensor:

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fairshard.utils.collectives import Communicator, Ready, RowGather, Transfer
-from fairshard.utils.messages import GATHER, SCATTER, GroupMessages, backend_name
+from fairshard.utils.collectives import GATHER, SCATTER, Communicator, RowGather
+from fairshard.utils.groups import backend_name
 from fairshard.utils.streams import now
+from fairshard.utils.transfers import Ready, Transfer
 
 
 class Comm(ABC):
@@ -60,7 +61,7 @@ class ReduceScatter(Comm):
 
 
 class CustomGather(RowGather):
-    """A gather of rows through an `AllGather`."""
+    """``rows``, gathered through an `AllGather`."""
 
     __slots__ = ("_custom",)
 
@@ -86,7 +87,7 @@ class CustomReduce(Communicator):
     """``comm`` with a `ReduceScatter` in place of its own."""
 
     def __init__(self, comm: Communicator, custom: ReduceScatter) -> None:
-        GroupMessages.__init__(self, comm.group)
+        super().__init__(comm.group, comm.backend)
         self.counts = comm.counts
         self._custom = custom
 

@@ -4,7 +4,6 @@ Every device that torch knows as an accelerator takes the same path, by `torch.g
 are in ``streams.py``.
 """
 
-import contextlib
 import os
 from typing import Any
 
@@ -118,31 +117,6 @@ def set_accelerator_rng_state(saved: Tensor | None) -> None:
     kind = default_device_type()
     if saved is not None and kind != "cpu":
         _module_of(kind).set_rng_state(saved)
-
-
-# ---- memory of exact size that a device can read: CUDA and ROCm, which torch calls cuda too
-
-
-def can_register(device: torch.device) -> bool:
-    """Whether ordinary host memory can be pinned in place for ``device``, by `host_register`."""
-    return device.type == "cuda"
-
-
-def host_register(data: Tensor) -> bool:
-    """Pin the memory of ``data``, which starts at a page, in place; False if the limit of locked memory is reached.
-
-    `host_unregister` must be called before that memory is freed.
-    """
-    if int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0)) == 0:
-        return True
-    with contextlib.suppress(RuntimeError):
-        torch.zeros((), device="cuda")  # clears the error that CUDA keeps for the next launch
-    return False
-
-
-def host_unregister(address: int) -> None:
-    """Undo `host_register` for memory that starts at ``address``."""
-    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _module_of(kind: str) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -12,6 +13,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fairshard.utils.ragged_tensor import RaggedShard, RaggedTensor, ragged_part_of
 from fairshard.utils.span import cut
 from fairshard.utils.span_tensor import SpanTensor
+
+# What torch.utils.dlpack.from_dlpack does after checks for other libraries' tensors, which take longer.
+_to_dlpack: Callable[[Tensor], Any] = torch._C._to_dlpack
+_from_dlpack: Callable[[Any], Tensor] = torch._C._from_dlpack
 
 
 def part_of(whole: Tensor, like: DTensor) -> DTensor:
@@ -87,3 +92,16 @@ def memory_of(tensor: Tensor) -> Tensor:
         local: Tensor = tensor._local_tensor
         return local.detach()
     return tensor.run if isinstance(tensor, SpanTensor) else tensor
+
+
+def own_storage(view: Tensor) -> Tensor:
+    """The elements of ``view``, in the same memory, as a tensor whose storage begins with them.
+
+    For local tensors of DTensors: torch (to 2.13) pickles and copies only DTensors whose local tensor begins its
+    storage. Writes to it do not count as writes to ``view``.
+    """
+    if not view.storage_offset():
+        return view
+    if view.is_meta or not view.numel():
+        return torch.empty_like(view)
+    return _from_dlpack(_to_dlpack(view))

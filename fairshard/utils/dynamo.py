@@ -72,15 +72,6 @@ def allows_breaks(tracer: Any) -> bool:
     return not getattr(tracer, "_one_graph", False)
 
 
-def call_with(tracer: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)`` with ``tracer``; afterwards there is none."""
-    set_tracer(tracer)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        set_tracer(None)
-
-
 def _skip(code: CodeType) -> None:
     if hasattr(_frames, "skip_code"):
         _frames.skip_code(code)

@@ -6,16 +6,6 @@ COMPILED = "_orig_mod"  # from torch.compile, which leaves it in state dicts, un
 _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", COMPILED}
 
 
-def renamed(name: str, before: str, after: str) -> str:
-    """``name``, inside a unit called ``before``, after the unit is renamed to ``after``."""
-    for old, new in zip(before.split(", "), after.split(", "), strict=False):
-        if not old:
-            return join(new, name)
-        if name.startswith(f"{old}."):
-            return join(new, name[len(old) + 1 :])
-    return name
-
-
 def join(prefix: str, name: str) -> str:
     """``prefix.name``, or the non-empty one of the two."""
     return f"{prefix}.{name}" if prefix and name else prefix or name

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fairshard.utils.collectives import Transfer
-from fairshard.utils.reduce_scatter_bucketer import Bucket
+from fairshard.utils.buckets import Bucket
+from fairshard.utils.transfers import Transfer
 from fairshard.utils.unequal_rows import reduce_rows
 
 

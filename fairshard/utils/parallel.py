@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fairshard.utils.messages import backend_name
+from fairshard.utils.groups import backend_name
 
 __all__ = ["chunk_and_pad", "validate_process_group"]
 

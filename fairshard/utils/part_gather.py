@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fairshard.utils.collectives import Communicator, RowGather, Transfer, wait_all
+from fairshard.utils.collectives import Communicator, RowGather
+from fairshard.utils.transfers import Transfer, wait_all
 
 MAX_PARTS = 255
 """Most parts of one gather: their numbers take 8 bits of the tag."""

@@ -5,18 +5,17 @@ memory, mapped memory of exact size is registered; elsewhere torch's allocator i
 tensor starts with it, because `Tensor.is_pinned` checks the start of the storage.
 """
 
+import contextlib
 import mmap
 import warnings
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fairshard.utils.device import can_register, host_register, host_unregister
-from fairshard.utils.host import free_host_memory
 from fairshard.utils.streams import is_asynchronous
 
-MAX_FRACTION = 0.8
 _HOST = torch.device("cpu")  # named, because users set other default devices
 _has_warned = False
 
@@ -30,29 +29,43 @@ def host_empty_like(like: Tensor, compute_device: torch.device) -> Tensor:
         return torch.empty(like.shape, dtype=like.dtype, device=_HOST)
     if not can_register(compute_device):
         return torch.empty(like.shape, dtype=like.dtype, device=_HOST, pin_memory=True)
-    return _pinned_empty(like.numel(), like.dtype).view(like.shape)
+    return _pinned_empty(like.numel(), like.dtype, compute_device).view(like.shape)
 
 
-def too_much_to_pin(nbytes: int, num_ranks: int) -> str:
-    """Why this host's ``num_ranks`` ranks must not pin ``nbytes`` in total; empty if they may."""
-    free = free_host_memory()
-    if nbytes <= MAX_FRACTION * free:
-        return ""
-    return (
-        f"Host memory to be pinned must be at most {MAX_FRACTION:.0%} of what is free, but {num_ranks} ranks here "
-        f"would pin {nbytes / 2**30:.2f} GiB, with {free / 2**30:.2f} GiB free. Use more hosts, "
-        "`move_grads_to_cpu=False`, or a smaller model."
-    )
+def can_register(device: torch.device) -> bool:
+    """Whether the driver of ``device`` can pin ordinary host memory in place."""
+    return hasattr(torch.get_device_module(device.type), "cudart")
 
 
-def _pinned_empty(numel: int, dtype: torch.dtype) -> Tensor:
+def host_register(data: Tensor, device: torch.device) -> bool:
+    """Pin the memory of ``data``, which starts at a page, in place; False if the limit of locked memory is reached.
+
+    `host_unregister` must be called before that memory is freed.
+    """
+    if int(_driver(device).cudaHostRegister(data.data_ptr(), data.nbytes, 0)) == 0:
+        return True
+    with contextlib.suppress(RuntimeError):
+        torch.zeros((), device=device)  # clears the error that the driver keeps for the next launch
+    return False
+
+
+def host_unregister(address: int, device: torch.device) -> None:
+    """Undo `host_register` for memory that starts at ``address``."""
+    _driver(device).cudaHostUnregister(address)
+
+
+def _driver(device: torch.device) -> Any:
+    return torch.get_device_module(device.type).cudart()
+
+
+def _pinned_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     nbytes = numel * dtype.itemsize
     if not nbytes:
         return torch.empty(0, dtype=dtype, device=_HOST)
     memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     data = torch.frombuffer(memory, dtype=dtype)
-    if host_register(data):
-        weakref.finalize(memory, host_unregister, data.data_ptr())  # before the memory is unmapped
+    if host_register(data, device):
+        weakref.finalize(memory, host_unregister, data.data_ptr(), device)  # before the memory is unmapped
     else:
         _warn_not_pinned(nbytes)
     return data

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fairshard.errors import RanksDisagreeError
 from fairshard.utils.collectives import Communicator
+from fairshard.utils.messages import agree, broadcast
 from fairshard.utils.span import Span
 
 
@@ -21,7 +22,7 @@ def gather_rows(local: Tensor, spans: Sequence[Span], shape: torch.Size, comm: C
         RanksDisagreeError: on all ranks, if they have other spans or shapes.
     """
     place = (*shape, *(number for span in spans for number in (span.start, span.stop)))
-    if not comm.agree(hash(place) & (1 << 62) - 1, local.device):
+    if not agree(comm, hash(place) & (1 << 62) - 1, local.device):
         raise RanksDisagreeError(
             f"All ranks must place a tensor alike to gather it, but one of {tuple(shape)} has rows "
             f"{spans[comm.rank].start} to {spans[comm.rank].stop} here (rank {comm.rank}), and other ranks count "
@@ -36,7 +37,7 @@ def gather_rows(local: Tensor, spans: Sequence[Span], shape: torch.Size, comm: C
     holders = [rank for rank, run in enumerate(runs) if run.numel()]
     if 2 * len(holders) <= comm.world_size:
         for rank in holders:
-            comm.broadcast(runs[rank], rank)
+            broadcast(runs[rank], rank, comm.group)
     elif comm.world_size > 1:
         rows = local.new_empty(comm.world_size, max(run.numel() for run in runs))
         rows[comm.rank, : local.numel()] = local.reshape(-1)

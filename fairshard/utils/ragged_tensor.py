@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
 from fairshard.errors import ParameterShardedError
-from fairshard.utils.collectives import Communicator, communicator
+from fairshard.utils.collectives import Communicator
+from fairshard.utils.groups import communicator, on_host
 from fairshard.utils.ragged_gather import gather_rows
 from fairshard.utils.rank_norms import joint_norms
 from fairshard.utils.span import Span, overlap
@@ -128,7 +129,7 @@ class RaggedTensor(DTensor):
         """The ranks of the mesh's last dimension, for tensors where the rows are. **Collective** the first time."""
         mesh: DeviceMesh = self._spec.mesh
         comm = communicator(mesh.get_group(mesh.ndim - 1))
-        return comm.on_host if self._local_tensor.is_cpu else comm
+        return on_host(comm) if self._local_tensor.is_cpu else comm
 
     def redistribute(
         self, device_mesh: Any = None, placements: Any = None, forward_dtype: torch.dtype | None = None, **_: Any

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
-from fairshard.utils.collectives import communicator
-from fairshard.utils.messages import default_group
+from fairshard.utils.groups import communicator, default_group, on_host
 
 
 def gathered(value: Any) -> Any:
@@ -23,7 +22,7 @@ def gathered(value: Any) -> Any:
 
 
 def _gathered(value: ShardedTensor) -> Tensor:
-    comm = communicator(value._process_group or default_group()).on_host
+    comm = on_host(communicator(value._process_group or default_group()))
     shards = [(shard.metadata, shard.tensor.detach().reshape(-1).cpu()) for shard in value.local_shards()]
     own = [(tuple(place.shard_offsets), tuple(place.shard_sizes)) for place, _ in shards]
     boxes: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = comm.gather_objects(own)
@@ -38,7 +37,7 @@ def _gathered(value: ShardedTensor) -> Tensor:
     if shards:
         rows[comm.rank, : numels[comm.rank]] = torch.cat([values for _, values in shards])
     if comm.world_size > 1 and shape.numel():
-        comm.on_host.gather_messages(rows).wait()
+        on_host(comm).gather_messages(rows).wait()
     whole = torch.empty(shape, dtype=value.dtype, device="cpu")
     for row, each in zip(rows, boxes, strict=True):
         start = 0

@@ -1,17 +1,9 @@
-"""Allocate and free the memory behind a tensor in place, keeping every view of it valid."""
-
-from collections.abc import Callable
-from typing import Any
+"""The memory behind a tensor: allocated and freed in place, which keeps every view of it valid; or exchanged."""
 
 import torch
 from torch import Tensor
 
 __all__ = ["alloc_storage_", "free_storage_"]
-
-# What torch.utils.dlpack.from_dlpack does after checks for other libraries' tensors, which take longer.
-_to_dlpack: Callable[[Tensor], Any] = torch._C._to_dlpack
-_from_dlpack: Callable[[Any], Tensor] = torch._C._from_dlpack
-
 
 def free_storage_(data: Tensor) -> None:
     """Free the memory of ``data``; its shape, strides and views stay, and must not be read until refilled."""
@@ -41,19 +33,6 @@ def alloc_storage_(data: Tensor, size: torch.Size | int | None = None) -> None:
     storage.resize_(nbytes)
 
 
-def own_storage(view: Tensor) -> Tensor:
-    """The elements of ``view``, in the same memory, as a tensor whose storage begins with them.
-
-    For local tensors of DTensors: torch (to 2.13) pickles and copies only DTensors whose local tensor begins its
-    storage. Writes to it do not count as writes to ``view``.
-    """
-    if not view.storage_offset():
-        return view
-    if view.is_meta or not view.numel():
-        return torch.empty_like(view)
-    return _from_dlpack(_to_dlpack(view))
-
-
 def is_aliased(data: Tensor) -> bool:
     """Whether any other tensor (a view, a detached alias) uses the memory of ``data``."""
     storage = data.untyped_storage()
@@ -64,3 +43,31 @@ def is_same_memory(one: Tensor, other: Tensor) -> bool:
     """Whether both are the same elements of the same memory, in one dtype."""
     is_alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
     return is_alike and (not one.numel() or one.data_ptr() == other.data_ptr())
+
+
+def set_data(tensor: Tensor, data: Tensor) -> None:
+    """Like ``tensor.data = data``, but ``data`` may be on any type of device; ``tensor`` stays the same object.
+
+    torch assigns across types of devices that are part of torch only. On others the two tensors' contents are swapped;
+    ``tensor`` then loses its gradient and its hooks.
+    """
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        tensor.data = data
+    else:
+        torch._C._swap_tensor_impl(tensor, data.detach().requires_grad_(tensor.requires_grad))
+
+
+def set_grad(param: Tensor, grad: Tensor | None) -> None:
+    """Make ``grad``, of any dtype, the gradient of ``param``; ``param.grad`` then shares its memory."""
+    if grad is None:
+        param.grad = None
+    elif hasattr(param, "grad_dtype"):
+        if param.grad_dtype != grad.dtype:
+            param.grad = None
+            param.grad_dtype = grad.dtype
+        param.grad = grad
+    elif param.dtype == grad.dtype:
+        param.grad = grad
+    else:  # torch < 2.13 has no `grad_dtype`, and compares dtypes only in this assignment; delete with its support
+        param.grad = torch.empty_like(param, requires_grad=False)
+        param.grad.data = grad

@@ -1,7 +1,7 @@
 """Streams and events of any device that works asynchronously: CUDA, ROCm, XPU, out-of-tree devices.
 
 On CPU a stream is the program itself: entering one does nothing, and waiting for one returns immediately. Collectives,
-which are asynchronous there too, are waited for through their `fairshard.utils.collectives.Transfer`.
+which are asynchronous there too, are waited for through their `fairshard.utils.transfers.Transfer`.
 """
 
 import contextlib

@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fairshard.utils.collectives import Communicator, Transfer, sum_in_order, wait_all
-from fairshard.utils.messages import GATHER, SCATTER, backend_name
-from fairshard.utils.watchdog import explained
+from fairshard.utils.collectives import GATHER, SCATTER, Communicator, UserGather, sum_in_order
+from fairshard.utils.failures import explained
+from fairshard.utils.groups import backend_name
+from fairshard.utils.transfers import Transfer, wait_all
 
 
 class UnequalGather:
@@ -39,6 +40,10 @@ class UnequalGather:
         self._exchange = comm.exchange if rows[own].is_cpu else None
         distances = range(1, comm.world_size)
         self._peers = [((own - by) % comm.world_size, (own + by) % comm.world_size) for by in distances]
+
+    def through(self, user: UserGather | None) -> UnequalGather:
+        """Itself: a user's gather has rows of one width."""
+        return self
 
     @explained
     def start(self, tag: int) -> Transfer:

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fairshard.params.extended_slot import ExtendedSlot
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.gathered import Gathered
+from fairshard.params.rule import Rule
 from fairshard.params.shard_grad import GradTransfers
-from fairshard.settings.config import UnitConfig
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.views.extended_gathered import ExtendedGathered
 from fairshard.views.extension import Extension, Whole
@@ -39,13 +39,13 @@ class ExtendedParam(FlatParam):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_policy": self._policy}
 
-    def compute_dtype_under(self, config: UnitConfig) -> torch.dtype:
+    def compute_dtype_under(self, rule: Rule) -> torch.dtype:
         """The dtype that the leaf has; before the first gather, that for which the subclass is asked."""
         if self._extension is not None:
             return self._extension.leaf.dtype
-        return super().compute_dtype_under(config)
+        return super().compute_dtype_under(rule)
 
-    def materialize(self, comms: Communicators, config: UnitConfig, transfers: GradTransfers, on_grad: Any) -> None:
+    def materialize(self, comms: Communicators, rule: Rule, transfers: GradTransfers, on_grad: Any) -> None:
         """See `FlatParam.materialize`. Gathers once, because the subclass makes the leaf: **collective**."""
         self.adopt_assigned()
         if not self.on_cpu:
@@ -53,12 +53,12 @@ class ExtendedParam(FlatParam):
         slot = self.slots[0]
         self._extension = None
         whole = Whole(slot.fqn, _last_dim_of(self.shows.mesh), slot.shape, slot.owners[0][0], self._policy)
-        extension = Extension(whole, self.compute_dtype_under(config), transfers.device)
+        extension = Extension(whole, self.compute_dtype_under(rule), transfers.device)
         with torch.inference_mode(False), torch.no_grad():
             extension.first(self._newest_on(transfers.device), comms.shard, slot.leaf.requires_grad)
         slot.compute_with(extension.leaf)
         self._extension = extension
-        super().materialize(comms, config, transfers, on_grad)
+        super().materialize(comms, rule, transfers, on_grad)
 
     def _make_gathered(self, comm: Communicator) -> Gathered:
         assert self._extension is not None

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fairshard.utils.collectives import Communicator, RowGather, Transfer
-from fairshard.utils.custom_comms import AllGather, CustomGather
+from fairshard.utils.collectives import Communicator, RowGather, UserGather
 from fairshard.utils.span import cut
+from fairshard.utils.transfers import Transfer
 
 _ALIGNED = 16  # bytes: no dtype is wider
 
@@ -47,13 +47,16 @@ class JointGather(Transfer):
             for start, size, each in zip(starts, nbytes, flat_params, strict=False)
         ]
         self._gather = RowGather(first.comm, self.buffer)
-        self.custom: AllGather | None = None
+        self.custom: UserGather | None = None
         self._transfer: Transfer | None = None
 
     def start(self, tag: int) -> Transfer:
         """Gather all rows; this rank's are already written. **Collective.**"""
-        gather = self._gather if self.custom is None else CustomGather(self._gather, self.custom)
-        self._transfer = gather.start(tag)
+        self._transfer = self._gather.through(self.custom).start(tag)
+        return self
+
+    def through(self, user: UserGather | None) -> JointGather:
+        """Itself: `CopiedOut.gather_by` passes it the user's gather."""
         return self
 
     def wait(self) -> None:
@@ -72,3 +75,7 @@ class DeferredGather:
     def start(self, tag: int) -> Transfer:
         """Return the transfer of all flat params; starts nothing."""
         return self._joint
+
+    def through(self, user: UserGather | None) -> DeferredGather:
+        """Itself: it gathers nothing."""
+        return self

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.layout import FlatLayout, Piece
+from fairshard.utils.messages import broadcast
 from fairshard.utils.owned_layout import OwnedLayout
 from fairshard.utils.span import Span
 from fairshard.views.viewed_grad import OrigGrad
@@ -93,7 +94,7 @@ class OrigParam:
             line = values.new_empty(1, self.layout.shard_numel, device=whole.compute_device)
             if whole.rank == owner:
                 line[0] = values
-            whole.comm.broadcast(line, owner)
+            broadcast(line, owner, whole.comm.group)
             return line
         line = values.new_zeros(whole.line.layout.world_size, self.layout.shard_numel, device=whole.compute_device)
         line[whole.rank, : self.shard_numel] = values

@@ -20,8 +20,8 @@ from fairshard.errors import FairshardError
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.mesh import SavedMesh
 from fairshard.utils.device import current_device
-from fairshard.utils.storage import own_storage
-from fairshard.utils.tensors import set_data
+from fairshard.utils.dtensors import own_storage
+from fairshard.utils.storage import set_data
 from fairshard.views.cut import Cut
 from fairshard.views.rows import Rows
 from fairshard.views.rows_grad import RowsGrad

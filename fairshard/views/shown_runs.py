@@ -20,14 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from fairshard.params.line import FlatLine
+from fairshard.params.rule import GradHome
 from fairshard.params.shard_grad import GradTransfers, ShardGrad
 from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot
-from fairshard.settings.config import GradHome
 from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.span import Span
-from fairshard.utils.storage import is_same_memory
-from fairshard.utils.tensors import set_data
+from fairshard.utils.storage import is_same_memory, set_data
 from fairshard.views.orig_param import OrigParam
 from fairshard.views.viewed_grad import ViewedGrad
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fairshard.utils.tensors import set_data
+from fairshard.utils.storage import set_data
 from fairshard.views.shown_runs import ShownRuns
 from fairshard.views.viewed_grad import ViewedGrad
 

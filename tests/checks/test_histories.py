@@ -14,7 +14,7 @@ from fairshard.errors import RanksDisagreeError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import ShardingStrategy, fully_shard
 from fairshard.optim import ShardedGradScaler
-from fairshard.utils import collectives
+from fairshard.utils import groups
 from fairshard.utils.testing import rank_device
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd
@@ -39,7 +39,7 @@ class Path4(nn.Module):
 
 def untagged():
     """Match gathers by their order alone, as NCCL and gloo of five ranks do."""
-    return mock.patch.object(collectives, "EXCHANGE_RANKS", ())
+    return mock.patch.object(groups, "EXCHANGE_RANKS", ())
 
 
 def built(door="wrapper", **kwargs):

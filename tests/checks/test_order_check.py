@@ -14,7 +14,7 @@ from fairshard.checks import order_check
 from fairshard.errors import RanksDisagreeError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import ShardingStrategy
-from fairshard.utils import collectives
+from fairshard.utils import groups
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.testing import rank_device
 from tests.on_ranks import on_ranks
@@ -62,7 +62,7 @@ def wrapped_path(**kwargs):
 @contextlib.contextmanager
 def native_collectives():
     """Match gathers by order only, as NCCL does, which does not notice another module of the same shape."""
-    with mock.patch.object(collectives, "EXCHANGE_RANKS", ()):
+    with mock.patch.object(groups, "EXCHANGE_RANKS", ()):
         yield
 
 

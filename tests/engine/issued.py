@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from fairshard.utils import collectives, owned_bucket
+from fairshard.utils import groups, owned_bucket
 from fairshard.utils.collectives import Communicator, RowGather
 from fairshard.utils.unequal_rows import UnequalGather
 
@@ -93,4 +93,4 @@ def recording():
 
 def without_exchange():
     """Groups created in this context use gloo's own collectives, which have no tags to hide a wrong order."""
-    return mock.patch.object(collectives, "EXCHANGE_RANKS", range(0))
+    return mock.patch.object(groups, "EXCHANGE_RANKS", range(0))

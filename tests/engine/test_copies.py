@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fairshard.utils import grad_writer
+from fairshard.utils import buckets
 from fairshard.utils.testing import CopyCounter
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
@@ -22,7 +22,7 @@ def copies_of_a_step(model, max_staged=0):
     """The copies of the fourth step: the order is known, buckets are planned, and no values of shards are compared."""
     optimizer = sgd(model)
     for step in range(4):
-        with CopyCounter() as copies, patch.object(grad_writer, "MAX_STAGED_NBYTES", max_staged):
+        with CopyCounter() as copies, patch.object(buckets, "MAX_STAGED_NBYTES", max_staged):
             model(randn(4, WIDTHS[0], key=step)).sum().backward()
             optimizer.step()
         optimizer.zero_grad()

@@ -16,7 +16,7 @@ from fairshard.errors import PartialGradientError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.nn.data_parallel import TrainingState
-from fairshard.utils.collectives import communicator
+from fairshard.utils.groups import communicator
 from fairshard.utils.testing import rank_device
 from tests.engine.random_nets import shard
 from tests.models import mlp

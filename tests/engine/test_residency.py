@@ -4,41 +4,41 @@ import itertools
 
 import pytest
 
-from fairshard.engine.residency import Action, Event, Now, Rule, State, action, table
+from fairshard.engine.residency import Action, Event, Keeps, Now, State, action, table
 
 HERE = (State.GATHERING, State.WHOLE)
 
 
-def frees(event, state=State.WHOLE, rule=None, **now):
-    return action(state, event, rule or Rule(), Now(**now)) is Action.FREE
+def frees(event, state=State.WHOLE, keeps=None, **now):
+    return action(state, event, keeps or Keeps(), Now(**now)) is Action.FREE
 
 
 @pytest.mark.parametrize("event", Event)
 def test_what_is_sharded_is_never_freed_and_what_is_here_gathered_only_if_stale(event):
     """For every rule and every fact."""
     bools = (False, True)
-    for rule in itertools.starmap(Rule, itertools.product(bools, repeat=3)):
+    for keeps in itertools.starmap(Keeps, itertools.product(bools, repeat=3)):
         for now in itertools.starmap(Now, itertools.product(bools, (0, 1), *[bools] * 5)):
-            assert action(State.SHARDED, event, rule, now) is not Action.FREE
+            assert action(State.SHARDED, event, keeps, now) is not Action.FREE
             for state in HERE:
-                if action(state, event, rule, now) is Action.GATHER:
+                if action(state, event, keeps, now) is Action.GATHER:
                     assert event is Event.ENTER
                     assert now.stale
 
 
 def test_a_call_gathers_what_is_sharded_or_stale():
     """What was gathered for an earlier call is used again."""
-    assert action(State.SHARDED, Event.ENTER, Rule(), Now()) is Action.GATHER
+    assert action(State.SHARDED, Event.ENTER, Keeps(), Now()) is Action.GATHER
     for state in HERE:
-        assert action(state, Event.ENTER, Rule(), Now()) is Action.NOTHING
-        assert action(state, Event.ENTER, Rule(), Now(stale=True)) is Action.GATHER
+        assert action(state, Event.ENTER, Keeps(), Now()) is Action.NOTHING
+        assert action(state, Event.ENTER, Keeps(), Now(stale=True)) is Action.GATHER
 
 
 def test_a_call_that_ends_frees():
     """Unless the rule, another call, the user or the backward that comes next wants the unit."""
     assert frees(Event.LEAVE)
-    assert not frees(Event.LEAVE, rule=Rule(reshard_after_forward=False))
-    assert not any(frees(Event.LEAVE, **{name: True}) for name in ("pinned", "outermost", "hidden"))
+    assert not frees(Event.LEAVE, keeps=Keeps(reshard_after_forward=False))
+    assert not any(frees(Event.LEAVE, **{name: True}) for name in ("outermost", "hidden"))
     assert frees(Event.LEAVE, hidden=True, recorded=False)
     assert not frees(Event.LEAVE, open_calls=1)
 
@@ -52,25 +52,28 @@ def test_what_a_pass_leaves():
 
 
 def test_what_a_pass_takes_over():
-    """Only what the rule or the user keeps, as long as no shard was written to."""
+    """Only what the keeps or the user keeps, as long as no shard was written to."""
     assert frees(Event.PASS_BEGINS)
-    for kept in ({"rule": Rule(keeps_across_passes=True)}, {"pinned": True}):
+    for kept in ({"keeps": Keeps(keeps_across_passes=True)}, {"pinned": True}):
         assert not frees(Event.PASS_BEGINS, **kept)
         assert frees(Event.PASS_BEGINS, stale=True, **kept)
 
 
-@pytest.mark.parametrize("event", [Event.DONE, Event.BACKWARD_ENDS])
-def test_a_backward_frees(event):
-    """Unless the rule, the user, a call around the backward or a later backward wants the unit."""
+@pytest.mark.parametrize(
+    ("event", "keeps"),
+    [(Event.DONE, ("hidden", "open_calls")), (Event.BACKWARD_ENDS, ("pinned", "awaited", "hidden", "open_calls"))],
+)
+def test_a_backward_frees(event, keeps):
+    """Unless the keeps or a call around the backward wants the unit, or, at its end, the user or a later backward."""
     assert frees(event)
-    assert not frees(event, rule=Rule(reshard_after_backward=False))
-    assert not any(frees(event, **{name: 1}) for name in ("pinned", "awaited", "hidden", "open_calls"))
+    assert not frees(event, keeps=Keeps(reshard_after_backward=False))
+    assert not any(frees(event, **{name: 1}) for name in keeps)
 
 
 @pytest.mark.parametrize("event", [Event.RESHARD, Event.INTERRUPTED])
 def test_the_user_and_exceptions_free_in_any_case(event):
     """Whatever the rule is."""
-    assert frees(event, rule=Rule(False, False, True), pinned=True, hidden=True, open_calls=1, awaited=True)
+    assert frees(event, keeps=Keeps(False, False, True), pinned=True, hidden=True, open_calls=1, awaited=True)
 
 
 def test_the_table_has_a_row_for_each_event():

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.utils import reduce_scatter_bucketer
-from fairshard.utils.collectives import Communicator, RowGather, Transfer
+from fairshard.utils import buckets
+from fairshard.utils.collectives import Communicator, RowGather
 from fairshard.utils.testing import delayed
+from fairshard.utils.transfers import Transfer
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import average_grads_, randn, sgd
@@ -61,7 +62,7 @@ def without_wait(kind):
             transfer.works = ()
         return original(transfer)
 
-    keep_memory = mock.patch.object(reduce_scatter_bucketer, "free_storage_", mock.Mock())
+    keep_memory = mock.patch.object(buckets, "free_storage_", mock.Mock())
     with mock.patch.object(Transfer, "wait", wait), keep_memory if kind else contextlib.nullcontext():
         yield
         for works, _, _ in parked:

@@ -15,6 +15,7 @@ from fairshard.nn import RowBlocks, fully_shard
 from fairshard.optim import CPUOptimizer, Muon
 from fairshard.optim.connected_groups import ConnectedGroups, num_hops
 from fairshard.utils.testing import rank_device
+from fairshard.utils.transfers import Transfer
 from tests.on_ranks import in_full, on_ranks
 from tests.optim.mixture import LAYOUTS, OPTIONS, Mixture, backward, full, muon_of, train
 from tests.reference import assert_same_state, randn
@@ -225,6 +226,10 @@ class PlainComm:
     def __init__(self, ranks):
         self.group = dist.new_group(list(ranks))
         self.world_size = len(ranks)
+
+    def all_reduce(self, tensor, op):
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self.group)
+        return Transfer(result=tensor)
 
     def gather_objects(self, value):
         every = [None] * self.world_size

@@ -11,7 +11,7 @@ from torch import nn
 from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
-from fairshard.utils import reduce_scatter_bucketer
+from fairshard.utils import buckets
 from fairshard.utils.storage import alloc_storage_
 from fairshard.utils.testing import rank_device, run_ranks
 from tests.models import mlp, wrap_each
@@ -102,7 +102,7 @@ def test_padding_has_no_gradient(flatten, bucket_cap_mb):
         alloc_storage_(data)
         data.fill_(float("nan"))
 
-    with mock.patch.object(reduce_scatter_bucketer, "alloc_storage_", poisoned):
+    with mock.patch.object(buckets, "alloc_storage_", poisoned):
         for _ in range(2):
             wrapped(randn(2, 4)).sum().backward()
     for _, unit in units_below(wrapped):

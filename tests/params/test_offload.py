@@ -400,7 +400,7 @@ def test_more_pinned_memory_than_the_host_has_is_refused_on_all_ranks(poor):
     nbytes = 2 * 3 * shards  # a shard and two gradients, for each of this host's two ranks
     free = int(nbytes / 0.8) + 1 if dist.get_rank() != poor else int(nbytes / 0.8) - 1
     with (
-        mock.patch("fairshard.utils.pinned.free_host_memory", return_value=free),
+        mock.patch("fairshard.setup.placement.free_host_memory", return_value=free),
         mock.patch.object(placement_module, "_log"),
     ):
         expected = contextlib.nullcontext() if poor is None else pytest.raises(HostMemoryError, match=f"rank {poor} on")

@@ -10,7 +10,8 @@ from torch import nn
 from fairshard.errors import RanksDisagreeError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import ShardingStrategy
-from fairshard.utils.collectives import communicator
+from fairshard.utils.groups import communicator
+from fairshard.utils.messages import broadcast_tensors
 from fairshard.utils.testing import CollectiveCounter, rank_device
 from tests.models import Tiny, loss_of_tiny, mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
@@ -89,7 +90,7 @@ def test_buckets_hold_at_most_their_cap(cap):
     own = values(dist.get_rank())
     nbytes = sum(value.nbytes for value in own)
     with CollectiveCounter() as counter:
-        comm.broadcast_tensors(own, rank_device(), cap)
+        broadcast_tensors(own, rank_device(), cap, comm.group)
     sizes = [size for _, size in counter.calls]
     assert sum(sizes) == nbytes
     assert len(sizes) == -(-nbytes // cap)

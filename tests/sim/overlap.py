@@ -200,7 +200,7 @@ GROUPS = {
 def _group_of(site: str) -> str:
     if "params/gathered.py" in site or "params/copied_out.py" in site:
         return "gathered"
-    if "reduce_scatter_bucketer.py" in site:
+    if "utils/buckets.py" in site:
         return "reduction"
     if "setup/sharding.py" in site:
         return "shards"

@@ -21,8 +21,8 @@ import fairshard
 from fairshard.nn.data_parallel.in_place.module import UnshardHandle
 from fairshard.params.gathered import Gathered
 from fairshard.params.shard_grad import GradTransfers
-from fairshard.utils.collectives import Chain, Ready, Transfer
 from fairshard.utils.streams import Event, Stream
+from fairshard.utils.transfers import Chain, Ready, Transfer
 from fairshard.views.joint_gather import JointGather
 
 PACKAGE = Path(fairshard.__file__).parent

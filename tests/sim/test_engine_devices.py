@@ -10,8 +10,8 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.nn.wrap import describe
 from fairshard.utils import device
+from fairshard.utils.storage import set_data
 from fairshard.utils.streams import Event, Stream, now
-from fairshard.utils.tensors import set_data
 from tests import sim
 from tests.sim.ranks import on_sim
 from tests.subclass_weights import Half

@@ -9,17 +9,19 @@ import torch
 import torch.distributed as dist
 
 from fairshard.errors import CollectiveFailedError, FairshardError
-from fairshard.utils.collectives import Transfer, communicator, counters, exchange_tag, reset_counters
-from fairshard.utils.messages import (
+from fairshard.utils.collectives import counters, exchange_tag, reset_counters
+from fairshard.utils.groups import (
     backend_name,
+    communicator,
     default_group,
-    gather_scalars,
     gloo_twin,
     group_of_one,
     subgroup,
     timeout_of,
 )
+from fairshard.utils.messages import agree, gather_scalars
 from fairshard.utils.testing import CollectiveCounter, fake_group, rank_device
+from fairshard.utils.transfers import Transfer
 from tests.on_ranks import on_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -148,9 +150,9 @@ def test_agree_tells_whether_all_passed_the_same():
     """`agree` is true on all ranks or false on all, whichever rank differs, up to 63 bits."""
     comm = communicator(dist.group.WORLD)
     large = 2**56 - 3
-    assert comm.agree(large, rank_device())
+    assert agree(comm, large, rank_device())
     for odd in range(comm.world_size):
-        assert comm.agree(large - (comm.rank == odd), rank_device()) == (comm.world_size == 1)
+        assert agree(comm, large - (comm.rank == odd), rank_device()) == (comm.world_size == 1)
 
 
 @on_ranks(1, 3)

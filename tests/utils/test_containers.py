@@ -10,14 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from fairshard.utils.containers import (
-    apply_to_all,
-    apply_to_tensors,
-    cast_inputs_to_fp16,
-    pack_kwargs,
-    plain_objects,
-    unpack_kwargs,
-)
+from fairshard.utils.containers import apply_to_tensors, cast_inputs_to_fp16, pack_kwargs, unpack_kwargs
+from fairshard.utils.nested import apply_to_all, plain_objects
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
 

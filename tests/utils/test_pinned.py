@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 
+from fairshard.setup import placement
 from fairshard.utils import pinned
 from fairshard.utils.host import free_host_memory
 
@@ -19,8 +20,8 @@ def test_pinned_memory_starts_at_a_page_and_is_registered_at_its_exact_size(monk
     They are the whole storage, because `is_pinned` checks the start of the storage.
     """
     asked, released = [], []
-    monkeypatch.setattr(pinned, "host_register", lambda data: asked.append((data.data_ptr(), data.nbytes)) or True)
-    monkeypatch.setattr(pinned, "host_unregister", released.append)
+    monkeypatch.setattr(pinned, "host_register", lambda data, _: asked.append((data.data_ptr(), data.nbytes)) or True)
+    monkeypatch.setattr(pinned, "host_unregister", lambda address, _: released.append(address))
     made = pinned.host_empty_like(torch.zeros(3, 37, dtype=torch.bfloat16), CUDA)
     assert (made.shape, made.dtype) == ((3, 37), torch.bfloat16)
     assert asked == [(made.data_ptr(), 3 * 37 * 2)]
@@ -38,7 +39,7 @@ def test_pinned_memory_starts_at_a_page_and_is_registered_at_its_exact_size(monk
 
 def test_the_limit_of_locked_memory_is_a_warning_once(monkeypatch):
     """Memory that cannot be pinned is pageable and works; only the first time warns."""
-    monkeypatch.setattr(pinned, "host_register", lambda data: False)
+    monkeypatch.setattr(pinned, "host_register", lambda *_: False)
     monkeypatch.setattr(pinned, "_has_warned", False)
     with pytest.warns(UserWarning, match=r"could not be pinned.*ulimit -l"):
         made = pinned.host_empty_like(torch.zeros(5), CUDA)
@@ -58,8 +59,8 @@ def test_without_a_gpu_and_without_elements_nothing_is_pinned(monkeypatch):
 @pytest.mark.parametrize(("nbytes", "refused"), [(80, False), (81, True)])
 def test_four_fifths_of_the_free_memory_may_be_pinned(monkeypatch, nbytes, refused):
     """Of 100 free bytes, 80 may be pinned and 81 may not."""
-    monkeypatch.setattr(pinned, "free_host_memory", lambda: 100)
-    assert bool(pinned.too_much_to_pin(nbytes, 2)) == refused
+    monkeypatch.setattr(placement, "free_host_memory", lambda: 100)
+    assert bool(placement.too_much_to_pin(nbytes, 2)) == refused
 
 
 def test_free_memory_is_that_of_the_control_group_where_it_is_less(monkeypatch, tmp_path):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fairshard.utils.storage import alloc_storage_, free_storage_, own_storage
+from fairshard.utils.dtensors import own_storage
+from fairshard.utils.storage import alloc_storage_, free_storage_
 
 
 def test_free_gives_the_memory_back_and_keeps_the_shape():

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairshard.utils.tensors import calc_grad_norm, set_grad
+from fairshard.utils.storage import set_grad
+from fairshard.utils.tensors import calc_grad_norm
 
 
 def with_grads(*grads):

@@ -37,6 +37,7 @@ from fairshard.setup.ignored import resolve_ignored
 from fairshard.setup.inner_state import refuse_inner_states
 from fairshard.setup.late_changes import check_conversion
 from fairshard.setup.lines import PlacementFn, check_placement, loads_in
+from fairshard.setup.naming import place
 from fairshard.setup.sharding import check_not_sharded, shard_parameters
 from fairshard.state.full_params import Showing, is_shown, summon
 from fairshard.utils.dynamo import breaks_graph
@@ -254,7 +255,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         watch_additions()
         refuse_inner_states(self, unit)
         for fqn, inner in units_below(self):
-            inner.place(fqn)
+            place(inner, fqn)
             inner.is_inner = inner is not unit
             inner.state_dict_settings = late.settings() or inner.state_dict_settings
             if inner.groups.is_alone and not groups.is_alone:

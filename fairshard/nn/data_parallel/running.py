@@ -21,7 +21,7 @@ from fairshard.setup.added_parameters import check_added
 from fairshard.setup.claim import claim
 from fairshard.setup.origin import move_inputs
 from fairshard.state.full_params import is_shown_on_first
-from fairshard.utils.dynamo import allows_breaks, breaks_graph, call_with, set_tracer
+from fairshard.utils.dynamo import allows_breaks, breaks_graph, set_tracer
 from fairshard.utils.fake_mode import is_fake_mode_on
 from fairshard.utils.user_line import level_of_user
 
@@ -96,7 +96,7 @@ def _run_compiled(
 ) -> Any:  # fmt: skip
     if not allows_breaks(tracer):
         raise FairshardError(f"{NOT_IN_A_GRAPH} (unit `{unit.fqn or 'root'}`).")
-    outputs = run(holder, unit, functools.partial(call_with, tracer, function), args, kwargs)
+    outputs = run(holder, unit, functools.partial(_call_with, tracer, function), args, kwargs)
     if unit.root not in _warned:
         _warned.add(unit.root)
         warnings.warn(
@@ -106,3 +106,12 @@ def _run_compiled(
             stacklevel=level_of_user(),
         )
     return outputs
+
+
+def _call_with(tracer: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)`` with ``tracer``; afterwards there is none."""
+    set_tracer(tracer)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        set_tracer(None)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from fairshard.errors import NonFiniteGradientError, RanksDisagreeError
 from fairshard.nn import fully_shard
-from fairshard.utils import collectives
+from fairshard.utils import groups
 from tests.doors.fully_shard.assorted import Assorted
 from tests.doors.fully_shard.models import full_state, shard_tiny
 from tests.models import loss_of_tiny, mlp
@@ -44,7 +44,7 @@ def test_ranks_that_run_different_modules_raise(order_check):
     before = full_state(model)
     model.taken = dist.get_rank() % 2
     # Without tags, gathers are matched by order alone, as with NCCL, so nothing hangs.
-    untagged = mock.patch.object(collectives, "EXCHANGE_RANKS", ())
+    untagged = mock.patch.object(groups, "EXCHANGE_RANKS", ())
 
     def step():
         model(randn(2, 4)).sum().backward()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fairshard.nn import FSDPModule, fully_shard
-from fairshard.utils import collectives
+from fairshard.utils import collectives, groups
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.testing import rank_device
 from tests.models import DIM, Block
@@ -33,10 +33,11 @@ def sharded(reshard_after_forward=None, bucket_cap_mb=0):
 @contextlib.contextmanager
 def native_collectives():
     """Use the backend's own all-gather and reduce-scatter, even with gloo, because torch counts only those."""
+    own = weakref.WeakKeyDictionary()
     with (
-        mock.patch.object(collectives, "EXCHANGE_RANKS", ()),
-        mock.patch.object(collectives, "_communicators", weakref.WeakKeyDictionary()),
-        mock.patch.object(collectives, "backend_name", return_value="its own"),
+        mock.patch.object(collectives, "communicators", own),
+        mock.patch.object(groups, "communicators", own),
+        mock.patch.object(groups, "backend_name", return_value="its own"),
     ):
         yield
 

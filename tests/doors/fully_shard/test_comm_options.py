@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fairshard.errors import TrainingStateError
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from fairshard.nn.data_parallel.in_place.module import root_of
-from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
+from fairshard.utils.buckets import Bucketer
 from fairshard.utils.streams import Stream, now
 from fairshard.utils.testing import rank_device
 from tests.models import mlp
@@ -206,7 +206,7 @@ def test_unused_parameters_count_as_zeros():
 def test_two_buckets_have_memory_at_a_time():
     """At most two buckets have memory at a time, for any number of modules and any ``max_input_buffers``."""
     most = []
-    launch = ReduceScatterBucketer.launch
+    launch = Bucketer.launch
 
     def counting(self, bucket):
         launch(self, bucket)
@@ -216,7 +216,7 @@ def test_two_buckets_have_memory_at_a_time():
         model = linears(mlp(4, *[5] * 12, 3), bucket_cap_mb=0)
         if number is not None:
             model.set_reduce_scatter_max_input_buffers(number)
-        with mock.patch.object(ReduceScatterBucketer, "launch", counting):
+        with mock.patch.object(Bucketer, "launch", counting):
             model(randn(3, 4)).sum().backward()
     assert len(most) == 3 * 13
     assert max(most) <= 2

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fairshard.nn import fully_shard
-from fairshard.utils.collectives import communicator, counters, exchange_tag, reset_counters
+from fairshard.utils.collectives import counters, exchange_tag, reset_counters
+from fairshard.utils.groups import communicator
 from fairshard.utils.part_gather import PartGather
 from fairshard.utils.rows_layout import RowsLayout
 from fairshard.utils.testing import CopyCounter

@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fairshard.errors import RanksDisagreeError
 from fairshard.nn import FSDPModule, fully_shard
-from fairshard.utils.collectives import RowGather, Transfer, counters, reset_counters
+from fairshard.utils.collectives import RowGather, counters, reset_counters
 from fairshard.utils.testing import rank_device
+from fairshard.utils.transfers import Transfer
 from tests.models import DIM, Block, mlp
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import average_grads_, await_device, backward_that_raises_on, randn

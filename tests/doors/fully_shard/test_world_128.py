@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 
 from fairshard.nn import MixedPrecisionPolicy, fully_shard
 from fairshard.settings.groups import part_of
-from fairshard.utils.collectives import communicator
+from fairshard.utils.groups import communicator
 
 pytestmark = pytest.mark.cpu_only("its ranks are threads of this process, which share one device and its streams")
 

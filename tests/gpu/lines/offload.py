@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer
-from fairshard.utils import device as devices
 from fairshard.utils import pinned
 from fairshard.utils.testing import rank_device
 from tests.gpu.check import Missed, on_ranks
@@ -43,11 +42,11 @@ def host_register(is_small):
 def register_error(is_small):
     """After `host_register` has failed, the next launch and the next copy do not report its error."""
     data = torch.empty(1 << 20, dtype=torch.uint8, device="cpu")
-    first = devices.host_register(data)
-    second = devices.host_register(data)  # the same memory twice is an error at any limit of locked memory
+    first = pinned.host_register(data, rank_device())
+    second = pinned.host_register(data, rank_device())  # the same memory twice is an error at any limit
     after = (torch.arange(8, device=rank_device()) + 1).sum().item()
     if first:
-        devices.host_unregister(data.data_ptr())
+        pinned.host_unregister(data.data_ptr(), rank_device())
     if not first or second or after != 36:
         raise Missed(f"registered {first}, registered again {second}, sum {after} for 36", {})
     return _under_a_limit()
@@ -59,10 +58,10 @@ def _under_a_limit():
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, hard))
     try:
         data = torch.empty(1 << 22, dtype=torch.uint8, device="cpu")
-        is_registered = devices.host_register(data)
+        is_registered = pinned.host_register(data, rank_device())
         torch.zeros((), device=rank_device()).add_(1).item()
         if is_registered:
-            devices.host_unregister(data.data_ptr())
+            pinned.host_unregister(data.data_ptr(), rank_device())
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
     return {"`ulimit -l 64` is enforced": not is_registered}

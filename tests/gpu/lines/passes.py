@@ -15,7 +15,8 @@ from torch import nn
 from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils import device as devices
-from fairshard.utils.reduce_scatter_bucketer import ReduceScatterBucketer
+from fairshard.utils.buckets import Bucketer
+from fairshard.utils.pinned import can_register
 from fairshard.utils.streams import Stream, now
 from fairshard.utils.testing import rank_device
 from tests.gpu.check import Missed, NotHere, on_host, on_ranks
@@ -55,13 +56,13 @@ def unshard_waits(is_small):
 @on_ranks("two-buckets", 2)
 def two_buckets(is_small):
     """Two buckets are under way at once while the reduce stream is late, and never more."""
-    most, launch = [0], ReduceScatterBucketer.launch
+    most, launch = [0], Bucketer.launch
 
     def counted(self, bucket):
         launch(self, bucket)
         most[0] = max(most[0], len(self._flying))
 
-    with mock.patch.object(ReduceScatterBucketer, "launch", counted), late(REDUCE):
+    with mock.patch.object(Bucketer, "launch", counted), late(REDUCE):
         train(Way(bucket_cap_mb=0.06))
     if most[0] != 2:
         raise Missed(f"at most 2 buckets are under way at once, but {most[0]} were", {"buckets": most[0]})
@@ -213,7 +214,7 @@ def device_hooks(is_small):
         "memory grows": held.nbytes <= grown <= devices.peak_memory(here),
         "random numbers repeat": torch.equal(first, again),
         "a synchronised event has passed": event.has_passed(),
-        "host memory can be pinned": devices.can_register(here) == (kind == "cuda"),
+        "host memory can be pinned": can_register(here) == (kind == "cuda"),
     }
     broken = [name for name, is_so in holds.items() if not is_so]
     if broken:

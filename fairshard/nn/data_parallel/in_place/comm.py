@@ -6,6 +6,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,18 @@ from fairshard.errors import OptionsExcludeError
 from fairshard.params.flat_param import FlatParam
 from fairshard.settings.groups import SavedGroup
 from fairshard.setup.claim import claim
-from fairshard.utils.collectives import communicator
-from fairshard.utils.custom_comms import AllGather, GroupAllGather, GroupReduceScatter, ReduceScatter, check_allocates
+from fairshard.utils.buckets import Division
+from fairshard.utils.custom_comms import (
+    AllGather,
+    CustomGather,
+    CustomReduce,
+    GroupAllGather,
+    GroupReduceScatter,
+    ReduceScatter,
+    check_allocates,
+)
 from fairshard.utils.device import current_device
-from fairshard.utils.messages import subgroup
-from fairshard.utils.reduce_scatter_bucketer import Division
+from fairshard.utils.groups import communicator, subgroup
 from fairshard.utils.streams import Event, is_asynchronous
 from fairshard.views.owned import check_none_owned
 from fairshard.views.shown_dtensors import ShownDTensors
@@ -153,7 +161,7 @@ class CommMethods(nn.Module):
             TrainingStateError: in the middle of a pass.
         """
         for flat_param in _customizable(_unit_of(self), "set_custom_all_gather", comm):
-            flat_param.route.gather = comm
+            flat_param.route.gather = partial(CustomGather, custom=comm)
             flat_param.follow_route()
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
@@ -169,7 +177,7 @@ class CommMethods(nn.Module):
             TrainingStateError: in the middle of a pass.
         """
         for flat_param in _customizable(_unit_of(self), "set_custom_reduce_scatter", comm):
-            flat_param.route.scatter = comm
+            flat_param.route.scatter = partial(CustomReduce, custom=comm)
             flat_param.follow_route()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -197,8 +205,8 @@ class CommMethods(nn.Module):
                 check_allocates(group, current_device() if on_accelerator else torch.device("cpu"))
             route = flat_param.route
             route.uses_group_memory = enable
-            route.gather = GroupAllGather(group) if enable else None
-            route.scatter = GroupReduceScatter(group) if enable else None
+            route.gather = partial(CustomGather, custom=GroupAllGather(group)) if enable else None
+            route.scatter = partial(CustomReduce, custom=GroupReduceScatter(group)) if enable else None
             flat_param.follow_route()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:

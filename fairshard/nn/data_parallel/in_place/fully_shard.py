@@ -31,6 +31,7 @@ from fairshard.settings.state_dicts import StateDictType, resolve_settings
 from fairshard.setup.construction import make_ready, resolve_construction
 from fairshard.setup.ignored import resolve_ignored
 from fairshard.setup.lines import loads_in
+from fairshard.setup.naming import place
 from fairshard.setup.sharding import check_not_sharded, shard_rows
 from fairshard.utils.device import current_device
 from fairshard.utils.user_line import level_of_user
@@ -181,7 +182,7 @@ def fully_shard(
     watch_scalars(param for flat_param in flat_params for param in flat_param.registered)
     watch_registrations()
     for fqn, inner in units_below(tree):
-        inner.place(fqn)
+        place(inner, fqn)
         inner.is_inner = inner is not unit
     return module
 

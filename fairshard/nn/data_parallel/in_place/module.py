@@ -32,8 +32,8 @@ from fairshard.setup.around import refuse_torchs_sharding
 from fairshard.setup.claim import claim
 from fairshard.setup.late_changes import adopt_changes, check_conversion, refuse_sharing
 from fairshard.state.foreign_names import check_names
-from fairshard.utils.containers import apply_to_tensors
 from fairshard.utils.dynamo import breaks_graph, not_traced, set_tracer, untraced
+from fairshard.utils.nested import apply_to_tensors
 from fairshard.views.shown_dtensors import ShownDTensors
 
 
@@ -48,10 +48,7 @@ class UnshardHandle(torch.distributed.fsdp.UnshardHandle):
         """Wait for the all-gather, and register the whole parameters; a second call does nothing."""
         unit, self._unit = self._unit, None
         if unit is not None and unit.is_gathered:
-            if unit.state is TrainingState.IDLE:
-                unit.pin()
-            else:
-                unit.wait_unshard()
+            unit.show()
 
 
 class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types of its own for custom communication
@@ -141,6 +138,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         for unit in _units_of(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
             unit.config = replace(unit.config, late=replace(unit.config.late, disable_reshard_on_root=False))
+            unit.rule = unit.config.rule
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free the parameters after each backward, or keep them for the next forward unless an optimizer steps first.
@@ -321,14 +319,14 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
 @contextmanager
 def showing_shards(units: Sequence[tuple[str, Unit]]) -> Iterator[None]:
     """Register DTensors inside the ``with`` block, also for ``units`` that the user has gathered."""
-    pinned = [unit for _, unit in units if unit.is_pinned and not unit.open_calls]
-    for unit in pinned:
+    shown = [unit for _, unit in units if unit.registered.are_leaves and not unit.open_calls]
+    for unit in shown:
         unit.registered.swap(to_leaves=False)
     try:
         yield
     finally:
-        for unit in pinned:
-            unit.registered.swap(to_leaves=unit.is_pinned)
+        for unit in shown:
+            unit.registered.swap(to_leaves=unit.is_gathered)
 
 
 def root_of(module: FSDPModule) -> Root:

@@ -20,7 +20,7 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import TrainingStateError
 from fairshard.nn.data_parallel.wrapper.forwarding import Forwarding
 from fairshard.settings.config import LateOptions, UnitConfig
-from fairshard.settings.groups import MISSING, Groups
+from fairshard.settings.groups import MISSING, Groups, UnitGroups
 
 
 class UnitAttributes(Forwarding):
@@ -39,6 +39,11 @@ class UnitAttributes(Forwarding):
         return ", ".join(f"{name}={values[name]}" for name in own)
 
     @property
+    def _groups(self) -> UnitGroups:
+        groups: UnitGroups = self._unit.groups
+        return groups
+
+    @property
     def params(self) -> list[nn.Parameter]:
         """This unit's own shards, as `parameters` yields them."""
         return [stepped.shard for flat_param in self._unit.flat_params for stepped in flat_param.stepped]
@@ -46,23 +51,24 @@ class UnitAttributes(Forwarding):
     @property
     def process_group(self) -> ProcessGroup | str:
         """Group of the ranks that this unit is sharded over; ``"MISSING"`` after unpickling, until set or used."""
-        return self._unit.groups.main.group or MISSING
+        return self._groups.main.group or MISSING
 
     @process_group.setter
     def process_group(self, group: Groups) -> None:
-        self._unit.groups.set(group)
+        self._groups.set(group)
         self._unit.root = None
 
     @property
     def process_group_reduce_scatter(self) -> ProcessGroup | str:
         """Group in which gradients are reduced; `process_group` unless another one was passed."""
-        reduce = self._unit.groups.reduce
+        reduce = self._groups.reduce
         return self.process_group if reduce is None else reduce.group or MISSING
 
     @property
     def no_broadcast_optim_state(self) -> bool:
         """Whether optimizer state stays on this rank: as passed, or True for an inner unit on a group of one rank."""
-        return self._unit.config.late.no_broadcast_optim_state
+        config: UnitConfig = self._unit.config
+        return config.late.no_broadcast_optim_state
 
     @property
     def flatten_parameters(self) -> Any:
@@ -73,12 +79,12 @@ class UnitAttributes(Forwarding):
     @property
     def rank(self) -> int:
         """This process's rank in the unit's group."""
-        return self._unit.groups.main.rank
+        return self._groups.main.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the unit's group."""
-        return self._unit.groups.main.world_size
+        return self._groups.main.world_size
 
     @property
     def training_state(self) -> TrainingState:
@@ -97,7 +103,7 @@ class UnitAttributes(Forwarding):
     @property
     def children_share_process_group(self) -> bool:
         """Whether all units below use this one's group."""
-        own = self._unit.groups.main.group
+        own = self._groups.main.group
         return all(unit.groups.main.group is own for _, unit in units_below(self))
 
     def check_is_root(self) -> bool:

@@ -14,8 +14,8 @@ from fairshard.nn.comm_hooks import LOW_PRECISION_HOOKS
 from fairshard.nn.data_parallel.wrapper.state import StateMethods
 from fairshard.optim.grad_norm import clip_grad_norm_
 from fairshard.settings.fsdp1 import ShardingStrategy
+from fairshard.utils.buckets import Division
 from fairshard.utils.dynamo import untraced
-from fairshard.utils.reduce_scatter_bucketer import Division
 from fairshard.utils.storage import is_same_memory
 from fairshard.views.owned import check_none_owned
 

@@ -17,6 +17,7 @@ from fairshard.join.join import Call, Join, leave
 from fairshard.join.optimizers import JoinedOptimizers, without_grads
 from fairshard.nn.data_parallel.wrapper.state import StateMethods
 from fairshard.optim.grad_norm import clip_grad_norm_
+from fairshard.settings.groups import SavedGroup
 
 
 class JoinMethods(StateMethods):
@@ -80,7 +81,8 @@ class JoinMethods(StateMethods):
     @property
     def join_process_group(self) -> ProcessGroup:
         """Process group over which these ranks are counted."""
-        return self._unit.group.resolve()
+        group: SavedGroup = self._unit.group
+        return group.resolve()
 
     def _configure_join(self, config: Any) -> None:
         root = self._require_root("join")

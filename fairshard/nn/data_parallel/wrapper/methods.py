@@ -16,7 +16,7 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, ParameterShardedError
 from fairshard.nn.data_parallel.late_methods import CURES, refusing
 from fairshard.state.full_params import is_shown, is_shown_on_first
-from fairshard.utils.containers import apply_to_all, plain_objects
+from fairshard.utils.nested import apply_to_all, plain_objects
 
 
 def gathering(unit: Unit, method: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:

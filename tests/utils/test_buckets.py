@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fairshard.utils.collectives import Communicator, Communicators, communicator, counters, reset_counters
+from fairshard.utils.buckets import Bucket, Bucketer, Division
+from fairshard.utils.collectives import Communicator, Communicators, counters, reset_counters
+from fairshard.utils.groups import communicator
 from fairshard.utils.owned_bucket import OwnedBucket
-from fairshard.utils.reduce_scatter_bucketer import Bucket, Division, ReduceScatterBucketer
 from fairshard.utils.testing import delayed, rank_device
 from tests.on_ranks import on_ranks
 
@@ -66,13 +67,13 @@ def sent():
 def test_a_planned_pass_is_one_exact_bucket():
     """Sources that fit into the cap share one reduce-scatter of exactly their width; means arrive in plan order."""
     own = sources(3, 5, 1)
-    bucketer = ReduceScatterBucketer(25)
+    bucketer = Bucketer(25)
     for _ in range(3):
         bucketer.plan(own)
         reset_counters()
         for source in own:
             bucketer.reduce(source)
-        bucketer.flush()
+        bucketer.drain()
         assert sent() == (1, (dist.get_world_size() - 1) * (3 + 5 + 1) * 4)
     assert [source.accepted for source in own] == [[mean()] * 3] * 3
     assert Source.log == ["a", "b", "c"] * 3
@@ -83,12 +84,12 @@ def test_a_planned_pass_is_one_exact_bucket():
 def test_buckets_are_cut_at_the_cap(numels):
     """With room for 3 elements of each rank, sources share a bucket while they fit, in plan order."""
     own = sources(*numels)
-    bucketer = ReduceScatterBucketer(3 * 4 * 2 / MB)
+    bucketer = Bucketer(3 * 4 * 2 / MB)
     bucketer.plan(own)
     reset_counters()
     for source in own:
         bucketer.reduce(source)
-    bucketer.flush()
+    bucketer.drain()
     expected, room = 0, 0
     for numel in numels:
         if numel > room:
@@ -102,14 +103,14 @@ def test_buckets_are_cut_at_the_cap(numels):
 def test_a_plan_is_a_hint():
     """Means are right in another order, with an unplanned source, and with a source that is reduced twice."""
     a, b, c, stranger = sources(3, 5, 1, 4)
-    bucketer = ReduceScatterBucketer(25)
+    bucketer = Bucketer(25)
     bucketer.plan([a, b, c])
     for source in (c, stranger, a):
         bucketer.reduce(source)
     a.value = 10.0
     bucketer.reduce(a)
     bucketer.reduce(b)
-    bucketer.flush()
+    bucketer.drain()
     assert sorted(a.accepted) == [mean(), mean(10.0)]
     assert b.accepted == c.accepted == stranger.accepted == [mean()]
 
@@ -118,15 +119,15 @@ def test_a_plan_is_a_hint():
 def test_what_does_not_come_is_not_waited_for():
     """A planned source that is not reduced delays nothing and gets no gradient; the next pass is complete."""
     a, b, c = sources(3, 5, 1)
-    bucketer = ReduceScatterBucketer(25)
+    bucketer = Bucketer(25)
     bucketer.plan([a, b, c])
     bucketer.reduce(a)
     bucketer.reduce(c)
-    bucketer.flush()
+    bucketer.drain()
     assert (a.accepted, b.accepted, c.accepted) == ([mean()], [], [mean()])
     for source in (a, b, c):
         bucketer.reduce(source)
-    bucketer.flush()
+    bucketer.drain()
     assert (a.accepted, b.accepted, c.accepted) == ([mean()] * 2, [mean()], [mean()] * 2)
 
 
@@ -167,7 +168,7 @@ def test_what_a_rank_does_not_write_counts_as_zeros(kind):
 def test_reset_forgets_an_interrupted_pass():
     """After `reset` no gradient of the interrupted pass is delivered, and the next pass is right."""
     a, b, c = sources(3, 5, 1)
-    bucketer = ReduceScatterBucketer(8 * 4 * 2 / MB)  # a and b share a bucket, c has its own
+    bucketer = Bucketer(8 * 4 * 2 / MB)  # a and b share a bucket, c has its own
     bucketer.plan([a, b, c])
     bucketer.reduce(a)
     bucketer.reduce(b)
@@ -176,7 +177,7 @@ def test_reset_forgets_an_interrupted_pass():
     bucketer.plan([a, b, c])
     for source in (a, b, c):
         bucketer.reduce(source)
-    bucketer.flush()
+    bucketer.drain()
     assert [len(source.accepted) for source in (a, b, c)] == [count + 1 for count in before]
     assert a.accepted[-1] == b.accepted[-1] == c.accepted[-1] == mean()
 
@@ -186,7 +187,7 @@ def test_reset_forgets_an_interrupted_pass():
 def test_memory_is_bounded():
     """However late the other rank is, at most two buckets are in flight, and none holds memory after the pass."""
     own = sources(*[64] * 8)
-    bucketer = ReduceScatterBucketer(0)
+    bucketer = Bucketer(0)
     bucketer.plan(own)
     buckets = []
 
@@ -199,7 +200,7 @@ def test_memory_is_bounded():
         for source in own:
             bucketer.reduce(source)
             assert with_memory() <= 2
-        bucketer.flush()
+        bucketer.drain()
     assert with_memory() == 0
     assert [source.accepted for source in own] == [[mean()]] * 8
 
@@ -209,12 +210,12 @@ def test_memory_is_bounded():
 def test_few_small_buckets_are_under_way():
     """Unplanned sources have buckets of their own, far below the cap; at most two of these are in flight."""
     own = sources(*[64] * 8)
-    bucketer = ReduceScatterBucketer(25)
+    bucketer = Bucketer(25)
     with delayed(Communicator, "reduce_scatter", rank=1, delay=0.01):
         for source in own:
             bucketer.reduce(source)
             assert len(bucketer._flying) <= 2
-        bucketer.flush()
+        bucketer.drain()
     assert [source.accepted for source in own] == [[mean()]] * 8
 
 
@@ -222,12 +223,12 @@ def test_few_small_buckets_are_under_way():
 def test_dtypes_travel_apart():
     """Sources of different reduce dtypes never share a bucket, and both means are right."""
     a, b, c = Source("a", 3), Source("b", 3, torch.bfloat16), Source("c", 3)
-    bucketer = ReduceScatterBucketer(25)
+    bucketer = Bucketer(25)
     bucketer.plan([a, b, c])
     reset_counters()
     for source in (a, b, c):
         bucketer.reduce(source)
-    bucketer.flush()
+    bucketer.drain()
     assert sent() == (2, 6 * 4 + 3 * 2)
     assert a.accepted == b.accepted == c.accepted == [mean()]
 
@@ -236,9 +237,9 @@ def test_dtypes_travel_apart():
 def test_alone_gradients_are_handed_over():
     """With one rank nothing is sent, and each source gets its own gradient immediately."""
     (a,) = sources(3)
-    bucketer = ReduceScatterBucketer(25)
+    bucketer = Bucketer(25)
     bucketer.plan([a])
     bucketer.reduce(a)
-    bucketer.flush()
+    bucketer.drain()
     assert a.accepted == [mean()]
     assert counters() == {}

@@ -10,11 +10,12 @@ import pytest
 import torch.distributed as dist
 
 from fairshard.checkpoint import agreement
+from fairshard.checks import watchdog
+from fairshard.checks.positions import BACKGROUND, BEGINS_BACKWARD, BEGINS_FORWARD, Place, background, first_difference
+from fairshard.checks.watchdog import watch
 from fairshard.errors import CollectiveFailedError, RanksDisagreeError
-from fairshard.utils import watchdog
-from fairshard.utils.positions import BACKGROUND, BEGINS_BACKWARD, BEGINS_FORWARD, Place, background, first_difference
+from fairshard.utils.failures import explain, explained, observers
 from fairshard.utils.testing import fake_group
-from fairshard.utils.watchdog import explain, explained, watch
 from tests.on_ranks import on_ranks
 
 
@@ -25,7 +26,6 @@ class Standing:
         self.stands_at(*place)
         self.moves = False
         self.num_told = 0
-        self.asked = []
 
     def stands_at(self, *place):
         self._place = Place(*place)
@@ -39,7 +39,7 @@ class Standing:
 
 
 def own_watchdog():
-    return watchdog._watchdogs[dist.group.WORLD]
+    return observers[dist.group.WORLD]
 
 
 def until(key):
@@ -53,7 +53,7 @@ def reach(key):
 
 @on_ranks(3)
 def test_ranks_whose_collective_failed_read_the_place_of_all_others():
-    """The last rank is stuck elsewhere; its thread answers every request with the line that the rank is at."""
+    """The last rank is stuck elsewhere; its thread writes the line that the rank is at once a beat."""
     rank = dist.get_rank()
     training = Standing(f"in step {rank}")
     watch(training)
@@ -65,10 +65,10 @@ def test_ranks_whose_collective_failed_read_the_place_of_all_others():
         return
     if rank == 1:
         until("moved")
-    with mock.patch.object(watchdog, "_ANSWERS_WITHIN_S", 30.0):
+    with mock.patch.object(watchdog, "_LATE_S", 30.0):
         started = time.monotonic()
         error = explain(RuntimeError("no answer\nand a long trace"))
-        assert time.monotonic() - started < 15, "nobody is waited for who has answered"
+        assert time.monotonic() - started < 15, "nobody is waited for whose beat has moved"
     assert type(error) is CollectiveFailedError
     text = str(error)
     assert text.startswith(f"A collective failed on rank {rank}: no answer\n")
@@ -82,24 +82,14 @@ def test_ranks_whose_collective_failed_read_the_place_of_all_others():
 
 
 @on_ranks(2)
-def test_the_store_is_asked_often_only_while_training_stands_still():
-    """While training makes progress the watchdog asks seldom; its thread ends with the group."""
-    with mock.patch.multiple(watchdog, _POLL_S=0.01, _POLL_IN_PROGRESS_S=3600.0):
-        training = Standing("in step 1")
-        watch(training)
-        store = own_watchdog()._store = mock.Mock(check=lambda keys: training.asked.append(training.num_told))
-        training.moves = True
-        while training.num_told < 20:
+def test_a_rank_writes_one_message_a_beat_until_its_group_ends():
+    """The watchdog reads nothing while no collective fails; its thread ends with the group."""
+    with mock.patch.object(watchdog, "_BEAT_S", 0.01):
+        watch(Standing("in step 1"))
+        store = own_watchdog()._store = mock.Mock()
+        while store.set.call_count < 20:
             time.sleep(0.01)
-        training.asked.clear()
-        begun = training.num_told
-        while training.num_told < begun + 20:
-            time.sleep(0.01)
-        assert not training.asked
-        training.moves = False
-        while not training.asked:
-            time.sleep(0.01)
-        assert store.set.call_count == 0
+        assert {name for name, _, _ in store.method_calls} == {"set"}
         thread = own_watchdog()._thread
         dist.destroy_process_group()
         thread.join(20)
@@ -114,14 +104,14 @@ def test_a_store_may_serve_another_group_later():
         watch(training)
         text = str(explain(RuntimeError("no answer")))
         assert f"ranks 0-1: in group {number}" in text
-        watchdog._watchdogs.clear()
+        observers.clear()
         dist.barrier()
 
 
 @on_ranks(3)
 def test_who_has_ended_or_does_not_answer_is_named():
     """A rank that ended by an error is reported with that error; a rank that does not answer is reported as silent."""
-    with mock.patch.object(watchdog, "_ANSWERS_WITHIN_S", 0.5):
+    with mock.patch.multiple(watchdog, _BEAT_S=0.1):
         if dist.get_rank() == 2:
             watch(Standing("in step 6"))
             own_watchdog()._is_over = lambda: True  # its thread ends
@@ -150,7 +140,7 @@ def test_a_rank_that_trains_on_answers_too():
     """A rank that another waits for may be busy with passes of its own; it is not silent."""
     training = Standing("in a forward without gradients")
     training.moves = dist.get_rank() == 1
-    with mock.patch.multiple(watchdog, _POLL_S=0.02, _POLL_IN_PROGRESS_S=0.1):
+    with mock.patch.object(watchdog, "_BEAT_S", 0.1):
         watch(training)
         dist.barrier()
         if dist.get_rank() == 0:
@@ -175,10 +165,10 @@ class SlowStore:
 @on_ranks(2)
 @pytest.mark.parametrize(("seconds", "place"), [(0.1, "in step 1"), (0.6, "unknown: the store, which")])
 def test_a_slow_store_makes_no_rank_dead(seconds, place):
-    """An answer that comes late is waited for; a rank whose answer may come too late is called unknown."""
+    """A beat that comes late is waited for; a rank whose beat may come too late is called unknown."""
     second_connection = watchdog._second_connection
     training = Standing("in step 1")
-    short = {"_POLL_S": 0.1, "_ANSWERS_WITHIN_S": 0.4, "_LATE_ANSWERS_WITHIN_S": 1.0, "_SLOW_S": 0.05}
+    short = {"_BEAT_S": 0.1, "_LATE_S": 0.4, "_SLOW_S": 0.05}
     with mock.patch.multiple(
         watchdog, _second_connection=lambda store: SlowStore(second_connection(store), seconds), **short
     ):
@@ -224,11 +214,12 @@ def test_ranks_that_ran_different_units_are_told_which():
 def test_a_store_that_is_gone_is_not_waited_for(how):
     """If the store fails or hangs, a rank reports what it knows, and waits for an answer only once."""
     training = Standing("in step 1")
-    watch(training)
     end = threading.Event()
-    ask = {"raises": mock.Mock(side_effect=RuntimeError("gone")), "hangs": end.wait}[how]
-    short = dict.fromkeys(("_ANSWERS_WITHIN_S", "_OTHERS_READ_WITHIN_S", "_REPORTS_WITHIN_S", "_POLL_S"), 0.1)
-    with mock.patch.object(own_watchdog(), "_ask", ask), mock.patch.multiple(watchdog, **short):
+    find = {"raises": mock.Mock(side_effect=RuntimeError("gone")), "hangs": end.wait}[how]
+    short = dict.fromkeys(("_BEAT_S", "_LATE_S", "_OTHERS_READ_WITHIN_S"), 0.1)
+    with mock.patch.multiple(watchdog, **short):
+        watch(training)
+        own_watchdog()._find_others = find
         text = str(explain(RuntimeError("no answer")))
         with mock.patch.object(own_watchdog()._has_report, "wait") as wait:
             explain(RuntimeError("and no answer to the next collective"))
@@ -241,7 +232,7 @@ def test_where_nobody_else_is_there_is_no_watchdog():
     """Groups that move no data have no watchdog, and a failure is reported as it is."""
     with fake_group(2) as world:
         watch(Standing("in step 1"))
-        assert world not in watchdog._watchdogs
+        assert world not in observers
         assert str(explain(RuntimeError("no answer"))) == "A collective failed: no answer"
 
 

@@ -1,0 +1,381 @@
+"""Reduce-scatter of many small gradients as few large buckets.
+
+The engine lists the gradients in order beforehand. Consecutive ones of one kind share a bucket up to the cap, each
+bucket is opened at its exact width, and gradients are written directly into the buffer that is sent::
+
+    bucket [world_size, width]        | A: columns 0..a | B: columns a..a+b |
+                              row 0   |  to rank 0      |  to rank 0        |
+                              row 1   |  to rank 1      |  to rank 1        |
+
+A plan is a hint: a gradient that was not planned, or that is reduced twice, gets its own bucket. At most two buckets
+are in flight, and their sums are delivered in the order of launches.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fairshard.utils.collectives import Communicators, exchange_tag
+from fairshard.utils.storage import alloc_storage_, free_storage_, is_same_memory
+from fairshard.utils.streams import Event, Stream, now
+from fairshard.utils.transfers import Chain, Transfer
+
+MB = 1024 * 1024
+_MAX_IN_FLIGHT = 2
+MAX_STAGED_NBYTES = 1 << 18
+"""Gradients of a source up to this size are first written end to end, and then copied to their columns at once."""
+
+Hook = Callable[[Tensor, Tensor], object]
+"""``hook(flat, shard)`` reduces ``flat`` ``[world_size * shard_numel]`` into ``shard`` ``[shard_numel]``."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """The divisors of gradients ``before`` and ``after`` the sum over ranks."""
+
+    before: float
+    after: float
+
+
+class GradSource(Protocol):
+    """The interface of a flat gradient that the bucketer uses; flat params implement it."""
+
+    comms: Communicators
+    reduce_dtype: torch.dtype
+    compute_device: torch.device
+    shard_numel: int
+    """Elements that this rank gets; all ranks together get ``bucket_numel``."""
+    reduce_id: int
+    """Identifies the source in the group that reduces; ``replica_id`` does so in the group of replicas."""
+    replica_id: int
+    division: Division
+    hook: Hook | None
+    landing_dtype: torch.dtype | None
+    """The dtype of the mean for `accept_grad`; None: as the sum."""
+    lands_at_once: bool
+    """Whether to wait for its mean right after sending, because a user's hook may communicate."""
+
+    @property
+    def layout(self) -> Any:
+        """The parts of the gradient that each rank gets."""
+
+    @property
+    def bucket_numel(self) -> int:
+        """See ``shard_numel``; equal on all ranks."""
+
+    @property
+    def bucket_kind(self) -> Any:
+        """The class of its bucket; a bucket has sources of one kind."""
+
+    def bucket_views(self, columns: Any) -> list[list[Tensor]]:
+        """The parts of ``columns``, its part of a bucket, to which gradients are copied."""
+
+    def write_grads(self, views: list[list[Tensor]]) -> None:
+        """Copy the gradients into ``views``, which `bucket_views` has made."""
+
+    def take_kept(self) -> Tensor | None:
+        """A tensor ``[shard_numel]`` to add to the sum before the sum over replicas; None from the second call on."""
+
+    def accept_grad(self, reduced: Tensor) -> None:
+        """Receive the mean over ranks of this rank's shard, ``[shard_numel]``; called in the order of launches."""
+
+
+class GradWriter:
+    """Makes ``source`` write to ``columns``, or first to a stage, if its gradients are small and fill many runs.
+
+    A second copy of a few KiB takes less host time than a copy for each run. The stage has memory only during `write`.
+    """
+
+    def __init__(self, source: GradSource, columns: Any) -> None:
+        self._source, self._columns = source, columns
+        self._stage: Tensor | None = None
+        self._views = source.bucket_views(columns)
+        is_small = isinstance(columns, Tensor) and columns.is_cpu and columns.nbytes <= MAX_STAGED_NBYTES
+        if is_small and not columns.is_contiguous():
+            stage = torch.empty_like(columns, memory_format=torch.contiguous_format)
+            views = source.bucket_views(stage)
+            if all(run.is_contiguous() for runs in views for run in runs):
+                self._stage, self._views = stage, views
+                self._storage, self._nbytes = stage.untyped_storage(), stage.nbytes
+                self._storage.resize_(0)
+
+    def write(self) -> None:
+        """Write the gradients, divided before the sum."""
+        source, stage = self._source, self._stage
+        if stage is not None:
+            self._storage.resize_(self._nbytes)
+        source.write_grads(self._views)
+        written = self._columns if stage is None else stage
+        if source.division.before != 1 and source.hook is None:
+            written.div_(source.division.before)
+        if stage is not None:
+            self._columns.copy_(stage)
+            self._storage.resize_(0)
+
+
+class Bucket:
+    """Columns for the gradients of several sources, sent by one reduce-scatter; has memory only while ``is_open``."""
+
+    def __init__(self, sources: Sequence[GradSource]) -> None:
+        first = sources[0]
+        self.comms = first.comms
+        self.sources = tuple(sources)
+        self._missing: set[int] | None = None  # sources that have not written since it was opened
+        self._columns = self._make_columns()
+        self._writers = [GradWriter(*pair) for pair in zip(sources, self._columns, strict=True)]
+        self._members = hash(tuple(source.reduce_id for source in sources)) & 0xFF
+        self._uses = 0
+        self.nbytes = self.data.nbytes
+        self.written: Event | None = None  # when its last gradient was in it; None: all work queued so far
+        free_storage_(self.data)
+
+    def _make_columns(self) -> Sequence[Any]:
+        """Make `data`; returns the part of each source."""
+        first, widths = self.sources[0], [source.shard_numel for source in self.sources]
+        shape = self.comms.shard.world_size, sum(widths)
+        self.data = torch.empty(shape, dtype=first.reduce_dtype, device=first.compute_device)
+        columns: Sequence[Tensor] = self.data.split(widths, dim=1)
+        return columns
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any source has written since `close`."""
+        return self._missing is not None
+
+    def is_missing(self, index: int) -> bool:
+        """Whether the source at ``index`` has not written since the bucket was opened."""
+        return self._missing is None or index in self._missing
+
+    def write(self, index: int, zeros: bool = False) -> bool:
+        """Make the source at ``index`` write its gradients, or ``zeros``; returns whether the bucket is complete."""
+        if self._missing is None:
+            alloc_storage_(self.data)
+            self._missing = set(range(len(self.sources)))
+        self._columns[index].zero_() if zeros else self._writers[index].write()
+        self._missing.discard(index)
+        return not self._missing
+
+    def launch(self) -> Transfer:
+        """Start the sum over ranks, and over replicas if there are any; columns not written count as zeros."""
+        assert self._missing is not None
+        for index in self._missing:
+            self._columns[index].zero_()
+        self._uses += 1
+        first, replicas = self.sources[0], self.comms.replicas
+        scatter = self._reduce(exchange_tag("reduce_scatter", first.reduce_id, self._uses, self._members))
+        if replicas is None:
+            return scatter
+        tag = exchange_tag("reduce_scatter", first.replica_id, self._uses, self._members)
+        sources = [None if index in self._missing else source for index, source in enumerate(self.sources)]
+        widths = [source.shard_numel for source in self.sources]
+        kept: list[Tensor | None] = []  # lives as long as the `Chain`: another stream may own the memory
+
+        def sum_over_replicas(reduced: Tensor) -> Transfer:
+            kept[:] = [None if source is None else source.take_kept() for source in sources]
+            return replicas.sum_over_ranks(_add_runs(reduced, kept, widths), tag)
+
+        return Chain(scatter, sum_over_replicas)
+
+    def _reduce(self, tag: int) -> Transfer:
+        return self.comms.reduce.reduce_scatter(self.data, tag)
+
+    def deliver(self, reduced: Tensor) -> None:
+        """Divide ``reduced`` ``[width]``, a sum, and pass its parts to the sources that have written."""
+        if self.comms.shard.world_size == 1 < self.comms.num_ranks and is_same_memory(reduced, self.data[0]):
+            reduced = reduced.clone()  # the bucket's memory is reused
+        factor, *others = {source.division.after for source in self.sources}
+        dtype, *dtypes = {source.landing_dtype for source in self.sources}
+        if not others and not dtypes and dtype not in (None, reduced.dtype):
+            wide = torch.empty_like(reduced, dtype=dtype)  # divided and cast by one kernel
+            reduced = torch.div(reduced, factor, out=wide) if factor != 1 else wide.copy_(reduced)
+        elif not others and factor != 1:
+            reduced.div_(factor)
+        parts = reduced.split([source.shard_numel for source in self.sources])
+        for source, part in zip(self.sources, parts, strict=True) if others else ():
+            part.div_(source.division.after)
+        for index, source in enumerate(self.sources):
+            if not self.is_missing(index):
+                source.accept_grad(parts[index])
+
+    def close(self) -> None:
+        """Free the memory, and expect all sources again."""
+        free_storage_(self.data)
+        self._missing = self.written = None
+
+
+def pack(order: Sequence[Any], bucket_cap_mb: float) -> list[list[Any]]:
+    """Group ``order``, of `GradSource`, into buckets: consecutive ones of one kind share a bucket up to the cap."""
+    packed: list[list[Any]] = []
+    filling: dict[tuple[object, ...], tuple[list[Any], int]] = {}
+    for source in order:
+        key = (source.comms, source.reduce_dtype, source.compute_device, source.bucket_kind)
+        own = source.bucket_numel * source.reduce_dtype.itemsize
+        sources, nbytes = filling.get(key, ([], 0))
+        if not sources or nbytes + own > bucket_cap_mb * MB:
+            sources, nbytes = [], 0
+            packed.append(sources)
+        sources.append(source)
+        filling[key] = sources, nbytes + own
+    return packed
+
+
+def is_crowded(nbytes: int, flying: Sequence[int], bucket_cap_mb: float) -> bool:
+    """Whether a bucket must wait for memory: two are in flight, or all together would exceed two caps."""
+    return len(flying) >= _MAX_IN_FLIGHT or nbytes + sum(flying) > 2 * bucket_cap_mb * MB
+
+
+class Bucketer:
+    """Collects gradients into buckets of at most ``bucket_cap_mb`` MB (all ranks' shares together).
+
+    ``bucket_cap_mb <= 0`` turns bucketing off. One bucketer serves all units of a model; gradients of different
+    process groups, dtypes or devices never share a bucket.
+    """
+
+    def __init__(self, bucket_cap_mb: float = 25, stream: Stream | None = None) -> None:
+        self.bucket_cap_mb = bucket_cap_mb
+        self._stream = stream or Stream(torch.device("cpu"))
+        self._order: list[tuple[GradSource, Communicators]] = []
+        self._place: dict[GradSource, tuple[Bucket, int]] = {}
+        self._flying: deque[tuple[Bucket, Transfer, Event]] = deque()
+        self.due: Bucket | None = None  # complete; sent after the next gather
+        self.drops = False  # send zeros instead of gradients, and drop the sums
+        self._error: Exception | None = None  # of a user's hook: raised by `drain`, when all ranks have sent all
+
+    def plan(self, order: Sequence[GradSource]) -> None:
+        """Plan buckets for the gradients of ``order``, in that order; repeating the last plan costs nothing."""
+        expected = [(source, source.comms) for source in order]
+        if self._order == expected:
+            return
+        self._order = expected
+        self._place = {}
+        for sources in pack(order, self.bucket_cap_mb):
+            bucket = sources[0].bucket_kind(sources)
+            for index, source in enumerate(sources):
+                self._place[source] = bucket, index
+
+    def reduce(self, source: GradSource, yields: bool = False) -> None:
+        """Write the gradients of ``source`` to its bucket, and send the bucket if it is complete.
+
+        ``source.accept_grad`` receives the mean after a wait: when two buckets are in flight, or in `drain`.
+        ``yields``: a gather follows. On an accelerator, a bucket of several sources then waits for `send_due`, because
+        its sum would hold up the gather, which compute needs sooner.
+        """
+        self.send_due()
+        if source.hook is not None:
+            self.reduce_by_hook(source, source.hook)
+            return
+        if source.comms.num_ranks == 1:
+            if not self.drops:
+                alone = source.bucket_kind([source])
+                alone.write(0)
+                alone.deliver(alone.data[0])
+            return
+        bucket, index = self._place.get(source, (None, 0))
+        if bucket is None or not bucket.is_missing(index):
+            bucket, index = source.bucket_kind([source]), 0
+        while self._flying and (self._has_ended() or not (bucket.is_open or self._has_room(bucket.nbytes))):
+            self._land()
+        if not bucket.write(index, zeros=self.drops):
+            return
+        if yields and len(bucket.sources) > 1 and not bucket.data.is_cpu:
+            bucket.written = now(bucket.data.device)
+            self.due = bucket
+        else:
+            self.launch(bucket)
+            lands = bucket.data.is_cpu and any(source.lands_at_once for source in bucket.sources)
+            while lands and self._flying:
+                self._land()
+
+    def send_due(self) -> None:
+        """Send the bucket that has waited for a gather, if any."""
+        due, self.due = self.due, None
+        if due is not None:
+            self.launch(due)
+
+    def drain(self) -> None:
+        """Send all waiting buckets, full or not, and wait for all sums; raise what a user's hook has raised."""
+        self.send_due()
+        for bucket in {id(bucket): bucket for bucket, _ in self._place.values()}.values():
+            if bucket.is_open and all(bucket is not flying for flying, _, _ in self._flying):
+                self.launch(bucket)
+        while self._flying:
+            self._land()
+        error, self._error = self._error, None
+        if error is not None and not self.drops:
+            raise error
+
+    def reset(self) -> None:
+        """Drop the buckets of an interrupted backward, after waiting for those in flight."""
+        self.due = self._error = None
+        while self._flying:
+            bucket, transfer, done = self._flying.popleft()
+            transfer.wait()
+            done.wait()
+            bucket.close()
+        for bucket, _ in self._place.values():
+            bucket.close()
+
+    def reduce_by_hook(self, source: GradSource, hook: Hook) -> None:
+        """Reduce with ``hook``, on the reduce stream; the hook does all averaging."""
+        bucket = Bucket([source])
+        bucket.write(0, zeros=self.drops)
+        with self._stream.in_turn(bucket.data.device):
+            reduced = bucket.data.new_empty(source.shard_numel)
+            hook(bucket.data.view(-1), reduced)
+            if not self.drops:
+                source.accept_grad(reduced)
+
+    def launch(self, bucket: Bucket) -> None:
+        """Start the sum of ``bucket`` over ranks; on an accelerator also queue its delivery."""
+        self._stream.wait(bucket.written or now(bucket.data.device))
+        with self._stream.use():
+            transfer = bucket.launch()
+            try:
+                if not bucket.data.is_cpu:  # ordered by the stream: delivery is queued now, and the host never waits
+                    self.deliver(bucket, transfer)
+                    transfer.result = None  # its memory is needed no more; the stream keeps the order
+            finally:  # also if a user's hook raises: `reset` waits for it
+                self._flying.append((bucket, transfer, self._stream.record()))
+
+    def deliver(self, bucket: Bucket, transfer: Transfer) -> None:
+        """Wait for ``transfer``, and pass its result to the sources of ``bucket``."""
+        reduced = transfer.wait()
+        assert reduced is not None
+        if not self.drops and self._error is None:
+            try:
+                bucket.deliver(reduced)
+            except Exception as error:  # of a hook: the other ranks wait for what this one still has to send
+                self._error = error
+
+    def _has_ended(self) -> bool:
+        """Whether the oldest bucket in flight is reduced: on an accelerator, whether its stream is that far."""
+        bucket, transfer, done = self._flying[0]
+        return transfer.is_completed() if bucket.data.is_cpu else done.has_passed()
+
+    def _has_room(self, nbytes: int) -> bool:
+        return not is_crowded(nbytes, [bucket.nbytes for bucket, _, _ in self._flying], self.bucket_cap_mb)
+
+    def _land(self) -> None:
+        """Finish the oldest bucket in flight."""
+        bucket, transfer, done = self._flying.popleft()
+        if bucket.data.is_cpu:
+            self.deliver(bucket, transfer)
+        done.wait()  # invariant: the bucket's memory is not reused before the reduce stream has read it
+        bucket.close()
+
+
+def _add_runs(line: Tensor, runs: Sequence[Tensor | None], numels: Sequence[int]) -> Tensor:
+    """Add each of ``runs`` to its part of ``line``, ``numels`` elements wide; None adds nothing.
+
+    If any run is not None, the sum is in fp32 or wider, and in place if ``line`` already has that dtype.
+    """
+    if any(run is not None for run in runs):
+        line = line.to(torch.promote_types(line.dtype, torch.float32))
+        for part, run in zip(line.split(numels), runs, strict=True):
+            if run is not None:
+                part.add_(run)
+    return line

@@ -1,0 +1,115 @@
+"""Collectives that run: what a caller waits for."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fairshard.utils.failures import explain
+from fairshard.utils.streams import Event
+
+
+class Works(list[Any]):
+    """Works of one direct exchange; those that nobody waits for are moved to ``kept`` together with their memory.
+
+    A model whose backward has raised may be dropped while they run. gloo stops reading what a rank sends if the memory
+    for it is gone, so that all later exchanges with that rank would hang.
+    """
+
+    __slots__ = ("_kept",)
+
+    def __init__(self, kept: list[Any]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __del__(self) -> None:
+        if any(not work.is_completed() for work in self):
+            self._kept[:] = [work for work in (*self._kept, *self) if not work.is_completed()]
+
+
+class Transfer:
+    """A running collective. The caller keeps the tensors that it reads.
+
+    ``wait`` makes the current stream (on CPU: the calling thread) wait for it, and returns ``result``. It waits for
+    every work even if one fails, because a work that is not waited for would make the next collective time out.
+    """
+
+    __slots__ = ("_finish", "result", "works")
+
+    def __init__(
+        self,
+        works: Sequence[Any] = (),
+        result: Tensor | None = None,
+        finish: Callable[[], Tensor] | None = None,
+    ) -> None:
+        self.works = works
+        self._finish = finish
+        self.result = result
+
+    def wait(self) -> Tensor | None:
+        """Wait, then return the result of the collective, or None. May be called again."""
+        if self.works:
+            works, self.works = self.works, ()
+            wait_all(works)
+        if self._finish is not None:
+            self.result, self._finish = self._finish(), None
+        return self.result
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return immediately."""
+        return all(work.is_completed() for work in self.works)
+
+
+class Ready(Transfer):
+    """Transfer that ends when the work queued on a stream has ended."""
+
+    __slots__ = ("_done",)
+
+    def __init__(self, done: Event, result: Tensor) -> None:
+        super().__init__(result=result)
+        self._done = done
+
+    def wait(self) -> Tensor | None:
+        """Make the current stream wait for it."""
+        self._done.wait()
+        return self.result
+
+
+class Chain(Transfer):
+    """Two transfers: the second starts with the result of the first; at once, if the first has nothing to wait for."""
+
+    __slots__ = ("_first", "_next", "_start")
+
+    def __init__(self, first: Transfer, start: Callable[[Tensor], Transfer]) -> None:
+        super().__init__()
+        self._first = first
+        self._start = start
+        self._next: Transfer | None = None
+        if not first.works and first.result is not None:
+            self._second()
+
+    def wait(self) -> Tensor | None:
+        """See `Transfer.wait`. On CPU the calling thread waits for the first before the second starts."""
+        return self._second().wait()
+
+    def is_completed(self) -> bool:
+        """See `Transfer.is_completed`. *Invariant*: starts nothing, because ranks call it at different times."""
+        return self._next is not None and self._next.is_completed()
+
+    def _second(self) -> Transfer:
+        if self._next is None:
+            made = self._first.wait()
+            assert made is not None
+            self._next = self._start(made)
+        return self._next
+
+
+def wait_all(works: Sequence[Any], failure: Exception | None = None) -> None:
+    """Wait for all works, even if one fails; ``failure``: the error of a work that could not start."""
+    for work in works:
+        try:
+            work.wait()
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise explain(failure) from failure
