@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fairshard.cli.main import main
+from fairshard.engine import residency
 from tests.kit import run_ranks
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -202,6 +203,31 @@ def test_the_rank_that_diverges_is_found(tmp_path):
         assert len(lines) == 4
         for line in lines[1:]:
             assert line in page, f"the page does not show: {line}"
+
+
+def main_lines(page):
+    """The ``file``s and functions in the drawings of the walk."""
+    part = page[page.index("## The walk in files") :]
+    return [re.findall(r"(\w+\.py) +(\w+)", block) for block in re.findall(r"^```\n(.*?)^```", part, re.M | re.S)]
+
+
+def test_the_walk_is_that_of_the_page(tmp_path):
+    """What the page draws is a part of what the script prints, in the same order."""
+    printed = run_on(2, "walk", tmp_path)[0][0]
+    walks = printed.split("one gradient")
+    page = (DOCS / "how_it_works" / "guided_path.md").read_text()
+    for lines, walk in zip(main_lines(page), walks, strict=True):
+        stays = re.findall(r"^ *\d+ +\S*?(\w+\.py) +(.*)$", walk, re.M)
+        calls = iter([(file, name) for file, names in stays for name in names.split(", ")])
+        assert len(lines) > 10
+        for line in lines:
+            assert line in calls, f"the walk does not come to {line} there"
+
+
+def test_the_table_of_residency_is_on_the_page():
+    """The page shows what ``python -m fairshard.engine.residency`` prints."""
+    page = (DOCS / "how_it_works" / "guided_path.md").read_text()
+    assert f"$ python -m fairshard.engine.residency\n{residency.table()}\n```" in page
 
 
 def test_every_script_is_run_and_shown():

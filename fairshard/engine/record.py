@@ -7,7 +7,7 @@ reached no more.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
@@ -115,6 +115,10 @@ class Pass(Generic[UnitT]):
     def is_alive(self) -> bool:
         """Whether a backward may reach it; one whose calls have no hooks awaits one backward."""
         return self._is_held() is not None or (not self.was_reached and any(call.sight > Sight.HOOKS for call in self.calls))
+
+    def goes_only_through(self, units: Collection[UnitT]) -> bool:
+        """Whether all its calls are calls of ``units``."""
+        return all(call.unit in units for call in self.calls)
 
     def segment_of(self, key: Any) -> int:
         """The number of the checkpoint ``key``; -1 for None."""

@@ -245,7 +245,8 @@ class Engine:
         if self._running is not None:  # inside of a forward
             self.record.add(self._running.record.cut())
         problem = None
-        passes = self.record.passes
+        passes = [one for one in self.record.passes if not first.is_alone or one.goes_only_through(first.units)]
+        others = [one for one in self.record.passes if one not in passes]
         reached = {call.unit.root: None for one in passes for call in one.calls} | {first: None}
         roots = sorted(reached, key=lambda root: root.number)
         for root in roots:
@@ -255,7 +256,7 @@ class Engine:
                 problem = problem or error
         backward = Backward(roots, passes, roots[0].kept, outer)
         self.backward = backward
-        self.record.passes = backward.begin(self._end_backward, problem, is_restricted)
+        self.record.passes = others + backward.begin(self._end_backward, problem, is_restricted)
         return backward
 
     def _end_backward(self) -> None:
@@ -350,6 +351,7 @@ class Root:
         observers: are told of every event.
         comms_of: the groups in which each unit communicates; ``shards``: the number of ranks that it is cut among.
         order: what its passes have called last; ``kept``: what its backwards have planned last.
+        is_alone: its backwards go through no other model; for those who describe them to other ranks.
         is_last_backward: if False, units that the next backward does not reach stay gathered for the one after it.
         join: lets ranks that have run out of batches take part; set by those who offer it.
     """
@@ -366,7 +368,7 @@ class Root:
         self.kept: list[Last] = []
         self.engine = engine_of(comms, shared.device)
         self.engine.roots.add(self)
-        self.is_last_backward = True
+        self.is_last_backward, self.is_alone = True, False
         self.join: Any = None
         self._is_cut = any(own.shard.world_size > 1 for own in comms_of.values())
         self._reads_host_memory = any(fp.on_cpu for unit in units for fp in unit.flat_params)

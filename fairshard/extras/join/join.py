@@ -108,7 +108,7 @@ class Join(Observer):
 
     def enter(self) -> None:
         """From now on, listen to the passes of the model."""
-        self._root.join = self
+        self._root.join, self._root.is_alone = self, True
         self._root.observers.insert(0, self)
         OrderCheck.of(self._root).in_join = True
 
@@ -142,13 +142,7 @@ class Join(Observer):
             self._send_message(_FIRST + self._units[unit])
 
     def backward_begins(self, passes: Sequence[Pass[Unit]]) -> None:
-        """A backward of ``passes`` begins: send them to ranks that are done, which execute the same schedule.
-
-        Raises:
-            FairshardError: they go through another model, too.
-        """
-        if any(call.unit not in self._units for one in passes for call in one.calls):
-            self._fail("A model must be alone in a backward inside of `join`, but forwards of another one await theirs.")
+        """A backward of ``passes`` begins: send them to ranks that are done, which execute the same schedule."""
         self.announce_call("backward", lambda: (self._described(passes), [unit.sync for unit in self._units]))
         self._divide()
 
@@ -389,5 +383,5 @@ def leave(root: Root) -> None:
     """All ranks run the same passes of ``root`` from now on."""
     if root.join is not None:
         root.observers.remove(root.join)
-        root.join = None
+        root.join, root.is_alone = None, False
     OrderCheck.of(root).in_join = OrderCheck.of(root).is_partial = False
