@@ -103,7 +103,8 @@ class CallHooks:
 
     def makes_graphs(self) -> bool:
         """Whether the call's backward may build a graph, as a reentrant checkpoint does."""
-        return self._is_custom or has_custom_node([node for probe in self._living() for node in probe.nodes], self._began)
+        nodes = [node for probe in self._living() for node in probe.nodes]
+        return self._is_custom or has_custom_node(nodes, self._began)
 
     def _living(self) -> list[Probe]:
         return [probe for reference in self.probes if (probe := reference()) is not None]

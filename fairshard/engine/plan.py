@@ -214,10 +214,9 @@ class Plan:
                 reached[index] = 1
                 if call.unit in unsure and hooks.makes_graphs():
                     assumed.add(call.unit)
-            elif call.sight is Sight.LEAVES and own.alive[known.places[index].forward]:
-                if any(map(reaches, call.unit.nodes)):
-                    reached[index] = 1
-                    self.unseen.add(call.unit)
+            elif call.sight is Sight.LEAVES and any(map(reaches, call.unit.nodes)):
+                reached[index] = 1
+                self.unseen.add(call.unit)
         for index in range(len(calls) - 1, -1, -1):
             around = calls[index].around
             if reached[index] and around is not None:

@@ -51,8 +51,8 @@ class ForwardOrder(Generic[UnitT]):
 class Sight(IntEnum):
     """What shows whether a backward reaches a call.
 
-    ``NONE``: it has no graph. ``HOOKS``: hooks on its outputs. ``LEAVES``: its leaves alone, because the graph hangs on
-    tensors that the call did not return in the open. ``LATER``: a checkpoint makes its graph when the backward is there.
+    ``NONE``: it has no graph. ``HOOKS``: hooks on its outputs. ``LEAVES``: its leaves alone, because the graph hangs
+    on tensors that the call did not return in the open. ``LATER``: a checkpoint makes its graph in the backward.
     """
 
     NONE = 0
@@ -114,7 +114,8 @@ class Pass(Generic[UnitT]):
     @property
     def is_alive(self) -> bool:
         """Whether a backward may reach it; one whose calls have no hooks awaits one backward."""
-        return self._is_held() is not None or (not self.was_reached and any(call.sight > Sight.HOOKS for call in self.calls))
+        is_unseen = not self.was_reached and any(call.sight > Sight.HOOKS for call in self.calls)
+        return is_unseen or self._is_held() is not None
 
     def goes_only_through(self, units: Collection[UnitT]) -> bool:
         """Whether all its calls are calls of ``units``."""

@@ -133,7 +133,7 @@ class Engine:
         return CallHooks(self, record, running.record.token)
 
     def leave(self, unit: Unit, outputs: Any, hooks: CallHooks | None) -> Any:
-        """The call has returned ``outputs``: attach the hooks of the backward, and free the unit if it is to be freed."""
+        """The call has returned ``outputs``: attach the hooks of the backward, and free what is to be freed."""
         try:
             if type(outputs) is Tensor:
                 outputs = unit.copied_out(outputs)
@@ -230,7 +230,7 @@ class Engine:
         backward.reach(call)
 
     def reach_leaf(self, unit: Unit) -> None:
-        """The gradient of a leaf of ``unit``, which the running backward has not reached through an output, is ready."""
+        """The gradient of a leaf of ``unit`` is ready, and the backward has not reached the unit through an output."""
         backward = self.backward
         if backward is None or backward.task() is None:
             backward = self._start_backward(unit.root, is_restricted=False)

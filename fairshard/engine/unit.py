@@ -283,14 +283,14 @@ class Unit:
 
     def _warn_if_written(self) -> None:
         """Warn if the user has written to whole parameters that the shards do not hold, then forget it."""
-        if any(not flat_param.computes_on_shard for flat_param in self.flat_params):
-            if (fqn := self.registered.written()) is not None:
-                warnings.warn(
-                    f"Whole parameters must not be written to while their unit stays gathered, but `{fqn}` was: the "
-                    "change is lost when they are freed. Write inside `summon_full_params`, or to the shards that "
-                    "`parameters()` yields after the backward, or, with `fully_shard`, after `reshard()`.",
-                    stacklevel=level_of_user(),
-                )
+        are_copies = any(not flat_param.computes_on_shard for flat_param in self.flat_params)
+        if are_copies and (fqn := self.registered.written()) is not None:
+            warnings.warn(
+                f"Whole parameters must not be written to while their unit stays gathered, but `{fqn}` was: the change "
+                "is lost when they are freed. Write inside `summon_full_params`, or to the shards that `parameters()` "
+                "yields after the backward, or, with `fully_shard`, after `reshard()`.",
+                stacklevel=level_of_user(),
+            )
         self.registered.note()
 
     # ---- backward

@@ -40,6 +40,8 @@ class DTensorSlot(ParamSlot):
     ``dp_dims``: dimensions of the DTensor's mesh over which the unit itself reduces gradients.
     """
 
+    has_mesh = True
+
     def __init__(self, leaf: nn.Parameter, fqn: str) -> None:
         super().__init__(leaf, fqn)
         assert isinstance(leaf, DTensor)

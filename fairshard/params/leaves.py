@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.gathered import Gathered
 from fairshard.params.pending import PendingGrads
 from fairshard.params.route import Route
@@ -69,7 +68,7 @@ class Leaves:
         self.num_sent = 0  # sums in flight
         self.contributed = bytearray(len(self.slots))  # parameters of which this rank has sent gradients
         self._hooks: list[Any] = []
-        self._has_dtensors = isinstance(self.slots[0], DTensorSlot)  # all slots are alike
+        self._has_dtensors = self.slots[0].has_mesh  # all slots are alike
 
     @property
     def shard(self) -> nn.Parameter:
@@ -312,7 +311,6 @@ class Leaves:
 
 
 def _local(slot: ParamSlot, grad: Tensor) -> Tensor:
-    """The gradient of the leaf of ``slot``, dense, and without its own mesh if it is a DTensor."""
-    if isinstance(slot, DTensorSlot):
-        grad = slot.local_grad(grad)
+    """The gradient of the leaf of ``slot``, dense, and without its own mesh if it has one."""
+    grad = slot.local_grad(grad)
     return grad.to_dense() if grad.is_sparse else grad

@@ -91,6 +91,9 @@ class ParamSlot:
     hooks and initialisation flags stay valid. While sharded it holds no elements.
     """
 
+    has_mesh = False
+    """Whether the parameter is cut over ranks of a mesh of its own while it is gathered."""
+
     def __init__(self, leaf: nn.Parameter, fqn: str) -> None:
         self.leaf = leaf
         self.fqn = fqn
@@ -132,6 +135,10 @@ class ParamSlot:
     def is_gathered(self) -> bool:
         """Whether the leaf shows whole values."""
         return self.leaf.shape == self.shape
+
+    def local_grad(self, grad: Tensor) -> Tensor:
+        """This rank's part of ``grad``, the gradient of the leaf: all of it."""
+        return grad
 
     @property
     def keeps_dtype(self) -> bool:

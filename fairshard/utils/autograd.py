@@ -142,7 +142,7 @@ newest_node: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr",
 
 
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-_is_checkpoint = "_checkpoint_hook."
+_CHECKPOINT = "_checkpoint_hook."
 
 
 def current_checkpoint() -> Any:
@@ -172,7 +172,8 @@ def _outermost_hook(top: Any) -> Any:
         top = _top_hooks(True)
     for pack, unpack in reversed(stack):
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-    return next((pack for pack, _ in reversed(stack) if getattr(pack, "__qualname__", "").startswith(_is_checkpoint)), None)
+    packs = [pack for pack, _ in reversed(stack)]
+    return next((pack for pack in packs if getattr(pack, "__qualname__", "").startswith(_CHECKPOINT)), None)
 
 
 def at_end_of_task(callback: Callable[[], None]) -> None:
