@@ -155,8 +155,8 @@ class Backward:
 
     def _arrive(self, call: CallRecord[Unit]) -> None:
         """This rank's backward is at the outputs of ``call``, or of a call inside of it."""
+        call.unit.versions.check_unchanged(call.versions)
         if call.unit not in self.used:
-            call.unit.versions.check_unchanged(call.versions)
             self._use(call.unit)
 
     def reach_leaf(self, unit: Unit) -> None:
@@ -245,7 +245,9 @@ class Backward:
         self._walk(len(self._plan.schedule.steps))
         for unit in self.units:
             for flat_param in unit.flat_params:
-                if (unit.sync or not flat_param.is_owed) and flat_param.has_leaf_grads:
+                if not flat_param.has_elements:
+                    flat_param.drop_grads()
+                elif (unit.sync or not flat_param.is_owed) and flat_param.has_leaf_grads:
                     raise late_error(unit.fqn) if flat_param.is_owed else unexpected_error(flat_param.name)
         self._leaves = self._plan.agree_on_leaves() if self._plan.is_assumed else None
 

@@ -67,7 +67,7 @@ def action(state: State, event: Event, keeps: Keeps, now: Now) -> Action:
     """What the engine does with a unit in ``state`` at ``event``."""
     here = state is not State.SHARDED
     if event is Event.ENTER:
-        return Action.NOTHING if here and not now.stale else Action.GATHER
+        return Action.NOTHING if here and (now.open_calls or not now.stale) else Action.GATHER
     if event is Event.NEEDED or event is Event.UNSHARD:
         return Action.NOTHING if here else Action.GATHER
     if event is Event.PASS_BEGINS:

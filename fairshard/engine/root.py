@@ -127,9 +127,10 @@ class Engine:
             if other.root in running.roots:
                 other.on(Event.ENTER)
         unit.wait_unshard()
+        if record is not None:
+            record.versions = unit.stamp
         if record is None or not is_grad_enabled:
             return None
-        record.versions = unit.stamp
         return CallHooks(self, record, running.record.token)
 
     def leave(self, unit: Unit, outputs: Any, hooks: CallHooks | None) -> Any:

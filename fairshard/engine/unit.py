@@ -187,9 +187,11 @@ class Unit:
         """Start gathering; called by `on` alone. **Collective.**"""
         stream = self.shared.unshard_stream
         self.stamp = self.versions.read()
+        if self.stamp != self.seen and not in_backward:  # written to since the pass began, on this stream
+            self._read_shards()
+            self.stamp = self.seen
+            stream.wait(now(self.device))
         if stream.is_asynchronous:
-            if self.stamp != self.seen and not in_backward:  # written to since the pass began, on this stream
-                stream.wait(now(self.device))
             self.shared.copies.keeps = not in_backward
             with stream.use():
                 stream.wait(self.shared.free)
@@ -226,16 +228,22 @@ class Unit:
     def begin_pass(self) -> None:
         """The first call of a pass through the model begins: read values, flags and settings."""
         self.settle()
-        for flat_param in self.flat_params:
-            flat_param.begin_pass()
-        self.seen = self.versions.read()
+        self._read_shards()
         self.on(Event.PASS_BEGINS)
         if self.members is not None:
             self.members.begin_pass()
 
+    def _read_shards(self) -> None:
+        """Adopt what the user has written and assigned."""
+        for flat_param in self.flat_params:
+            flat_param.begin_pass()
+        self.seen = self.versions.read()
+
     def open(self) -> None:
         """A call begins to compute with the whole parameters."""
         if not self.open_calls:
+            for flat_param in self.flat_params:
+                flat_param.follow_requires_grad()
             if self.buffers is not None:
                 self.buffers.attach()
             if self.is_pinned:

@@ -80,6 +80,11 @@ class ShownShard:
         )
 
     @property
+    def addressed(self) -> tuple[nn.Parameter, ...]:
+        """Tensors whose addresses together show whether a tensor was assigned to ``.data`` of one."""
+        return (self.shard,)
+
+    @property
     def has_moved(self) -> bool:
         """Whether a registered parameter no longer lies in the shard."""
         return False

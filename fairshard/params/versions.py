@@ -22,16 +22,16 @@ def counters_of(flat_params: Sequence[FlatParam]) -> list[int]:
 class ShardVersions:
     """The version counters and addresses of the shards of ``flat_params``, which keep their tensors from now on."""
 
-    __slots__ = ("_flat_params", "_shards", "_versioned")
+    __slots__ = ("_flat_params", "_places", "_versioned")
 
     def __init__(self, flat_params: Sequence[FlatParam] = ()) -> None:
         self._flat_params = flat_params
         self._versioned = [tensor for flat_param in flat_params for tensor in flat_param.shows.versioned]
-        self._shards = [flat_param.shows.shard for flat_param in flat_params]
+        self._places = [tensor for flat_param in flat_params for tensor in flat_param.shows.addressed]
 
     def read(self) -> list[int]:
-        """`counters_of`, then the addresses of shards, which do not move between a forward and its backward."""
-        return [*map(_VERSION, self._versioned), *map(Tensor.data_ptr, self._shards)]
+        """`counters_of`, then the addresses of what users may assign to."""
+        return [*map(_VERSION, self._versioned), *map(Tensor.data_ptr, self._places)]
 
     def check_unchanged(self, before: list[int]) -> None:
         """Raise if a shard was written to since the forward, when `read` returned ``before``.
@@ -42,7 +42,8 @@ class ShardVersions:
         versions = self.read()
         if versions == before:
             return
-        owners = [*(flat_param for flat_param in self._flat_params for _ in flat_param.versioned), *self._flat_params]
+        owners = [flat_param for flat_param in self._flat_params for _ in flat_param.versioned]
+        owners += [flat_param for flat_param in self._flat_params for _ in flat_param.shows.addressed]
         changed = owners[[new != old for new, old in zip(versions, before, strict=True)].index(True)]
         raise ShardChangedError(
             "The weights of a unit must not change between its forward and its backward, but those of "

@@ -153,6 +153,11 @@ class ShownDTensors(ShownRuns):
         self._watch()
 
     @property
+    def addressed(self) -> tuple[nn.Parameter, ...]:
+        """See `ShownShard.addressed`; DTensors refuse assignments."""
+        return (self.shard,)
+
+    @property
     def has_moved(self) -> bool:
         """Whether a DTensor no longer lies in the shard, or its ``.data`` was assigned.
 

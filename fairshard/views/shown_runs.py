@@ -97,6 +97,11 @@ class ShownRuns(ShownShard):
                 view.requires_grad_(slot.leaf.requires_grad)
 
     @property
+    def addressed(self) -> tuple[nn.Parameter, ...]:
+        """See `ShownShard.addressed`."""
+        return (self.shard, *self.registered)
+
+    @property
     def has_moved(self) -> bool:
         """Whether a view no longer lies in the shard."""
         return self._own_addresses() != self._addresses

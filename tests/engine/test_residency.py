@@ -27,11 +27,12 @@ def test_what_is_sharded_is_never_freed_and_what_is_here_gathered_only_if_stale(
 
 
 def test_a_call_gathers_what_is_sharded_or_stale():
-    """What was gathered for an earlier call is used again."""
+    """What was gathered for an earlier call is used again, in any case while that one computes with it."""
     assert action(State.SHARDED, Event.ENTER, Keeps(), Now()) is Action.GATHER
     for state in HERE:
         assert action(state, Event.ENTER, Keeps(), Now()) is Action.NOTHING
         assert action(state, Event.ENTER, Keeps(), Now(stale=True)) is Action.GATHER
+        assert action(state, Event.ENTER, Keeps(), Now(stale=True, open_calls=1)) is Action.NOTHING
 
 
 def test_a_call_that_ends_frees():

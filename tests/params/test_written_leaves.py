@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from fairshard.errors import ShardChangedError
+from fairshard.errors import ParameterShardedError, ShardChangedError
 from tests.engine.random_nets import shard
 from tests.kit import rank_device
 from tests.on_ranks import on_ranks
@@ -124,27 +125,32 @@ DOORS = pytest.mark.parametrize("door", ["wrapper", "no_flatten", "orig_params",
 
 @on_ranks(1, 2)
 @DOORS
-@pytest.mark.parametrize("how", ["copy_", "data"])
-def test_a_lost_write_to_a_unit_that_stays_gathered_warns(door, how):
-    """After a forward the outermost unit stays whole: the next forward names what was written, once.
-
-    On one rank it computes on the shard itself, which keeps what is written in place.
-    """
+def test_a_write_after_the_forward_reaches_the_shards(door):
+    """Although the outermost unit stays gathered; where one flat parameter is registered for all, there are none."""
     model = build(lambda: nn.Linear(4, 4), door)
     layer = next(part for part in model.modules() if isinstance(part, nn.Linear) and part.out_features == 2)
     for _ in range(2):
         model(randn(3, 4))
-        if how == "copy_":
-            with torch.no_grad():
-                layer.weight.zero_()
-        else:
-            layer.weight.data = torch.zeros_like(layer.weight)
-        found = lost_writes(lambda: model(randn(3, 4)))
-        if how == "data" or dist.get_world_size() > 1:
-            (text,) = found
-            assert "`1.weight`" in text
-        else:
-            assert not found
+        with torch.no_grad(), pytest.raises(ParameterShardedError) if door == "wrapper" else nullcontext():
+            layer.weight.zero_()
+            layer.bias.zero_()
+            assert not model(randn(3, 4)).any()
+            layer.bias.fill_(1.0)
+            assert model(randn(3, 4)).eq(1.0).all()
+
+
+@on_ranks(1, 2)
+def test_a_lost_write_to_a_unit_that_the_user_gathered_warns():
+    """What frees it, or computes with it, names what was written, once; on one rank the shard itself is written."""
+    model = build(lambda: nn.Linear(4, 4), "fully_shard")
+    model(randn(3, 4)).sum().backward()
+    for then in (model.reshard, lambda: model(randn(3, 4))):
+        model.unshard()
+        with torch.no_grad():
+            model[1].weight.zero_()
+        found = lost_writes(then)
+        assert len(found) == (dist.get_world_size() > 1)
+        assert all("`1.weight`" in text for text in found)
         assert not lost_writes(lambda: model(randn(3, 4)).sum().backward())
 
 
