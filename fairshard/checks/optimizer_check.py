@@ -240,7 +240,7 @@ def check_gradients(optimizer: Optimizer) -> None:
     """
     if any(root.in_backward for root in every_root()):
         for root in _stepped_roots(optimizer):
-            root.engine.drop_interrupted()
+            root.engine.drop_interrupted(root)
     for group in optimizer.param_groups:
         for param in group["params"]:
             stepped = _watched(param)[0]

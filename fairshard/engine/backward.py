@@ -266,8 +266,11 @@ class Backward:
 
         Ranks may have raised at different steps, or not at all: afterwards all have issued the same collectives.
         """
+        bucketers = [root.shared.bucketer for root in self.roots]
         for root in self.roots:
             root.shared.reduce_stream.record().wait()  # it may still add to the gradients that are read next
+            if not self._is_broken:
+                root.shared.bucketer.land()  # what was sent counts as added: timing must not decide
         for unit in self.units:
             unit.stop_computing()
             for flat_param in unit.flat_params:
@@ -275,7 +278,6 @@ class Backward:
         if self._is_broken:
             return
         self._is_serving = True
-        bucketers = [root.shared.bucketer for root in self.roots]
         for bucketer in bucketers:
             bucketer.drops = True
         try:

@@ -203,7 +203,7 @@ class Plan:
                 if 0 in which:
                     unsure.add(unit)
                 own.leaves += which
-        own.alive = bytearray([one.is_alive for one in self._passes])
+        lives = own.alive = bytearray([one.is_alive for one in self._passes])
         for one in self._passes:
             one.was_reached = True
         reached = own.calls = bytearray(len(calls))
@@ -214,7 +214,7 @@ class Plan:
                 reached[index] = 1
                 if call.unit in unsure and hooks.makes_graphs():
                     assumed.add(call.unit)
-            elif call.sight is Sight.LEAVES and any(map(reaches, call.unit.nodes)):
+            elif call.sight is Sight.LEAVES and lives[known.places[index].forward] and any(map(reaches, call.unit.nodes)):
                 reached[index] = 1
                 self.unseen.add(call.unit)
         for index in range(len(calls) - 1, -1, -1):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -55,17 +56,13 @@ class Engine:
     or reduction is under way, and after the last backward nothing is gathered.
 
     Attributes:
-        roots: the models.
-        record: the passes that await a backward.
-        backward: the running backward, or one that has raised and was not cleaned up yet.
-        num_interrupted: number of backwards that raised; if ranks differ in it, the next backward raises.
+        roots: the models, which hold the passes and backwards: those of a model that is dropped end with it.
     """
 
     def __init__(self) -> None:
         self.roots: weakref.WeakSet[Root] = weakref.WeakSet()
-        self.record: Record[Unit] = Record()
-        self.backward: Backward | None = None
-        self.num_interrupted = 0
+        self._backward: Callable[[], Backward | None] = _no_backward
+        self._num_passes = 0
         self._running: _Running | None = None
         self._thread = 0  # that runs a pass, or ran the last one
 
@@ -74,12 +71,22 @@ class Engine:
         """Whether no forward and no backward is running."""
         return self._running is None and self.backward is None
 
+    @property
+    def backward(self) -> Backward | None:
+        """The running backward, or one that has raised and was not cleaned up yet."""
+        return self._backward()
+
+    @property
+    def passes(self) -> list[Pass[Unit]]:
+        """The passes that await a backward, in order."""
+        return sorted((one for root in self.roots if not self._waits(root) for one in root.record.passes), key=_NUMBER)
+
     # ---- forward
 
     def enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, CallHooks | None]:
         """A call of ``unit`` begins: gather, prefetch, cast the inputs; returns them and, with a graph, the hooks."""
         self._take_thread(unit)
-        self.drop_interrupted()
+        self.drop_interrupted(unit.root)
         hooks = None
         if self.runs_again(unit):
             assert self.backward is not None
@@ -104,7 +111,8 @@ class Engine:
 
     def runs_again(self, unit: Unit) -> bool:
         """Whether a call of ``unit`` that begins or ends now belongs to the running backward."""
-        return self.backward is not None and current_task() != NO_BACKWARD and unit.root in self.backward.roots
+        backward = self.backward
+        return backward is not None and current_task() != NO_BACKWARD and unit.root in backward.roots
 
     def _enter(self, running: _Running, unit: Unit) -> CallHooks | None:
         record, is_grad_enabled = None, torch.is_grad_enabled()
@@ -214,7 +222,12 @@ class Engine:
         if recorded:
             if running.failed:
                 running.record.drop(running.failed)
-            self.record.add(running.record)
+            self._keep(running.record, running.root)
+
+    def _keep(self, one: Pass[Unit], root: Root) -> None:
+        """``one``, which began with ``root``, awaits a backward."""
+        self._num_passes += 1
+        root.record.add(one, self._num_passes)
 
     # ---- backward
 
@@ -225,7 +238,7 @@ class Engine:
         if (
             backward is None
             or backward.task() is None
-            or (not backward.covers(call) and self.record.has(call))  # of a forward inside of a backward
+            or (not backward.covers(call) and any(call in one.calls for one in self.passes))  # of a forward inside
         ):
             backward = self._start_backward(call.unit.root, is_restricted=probe.is_restricted())
         backward.reach(call)
@@ -239,15 +252,12 @@ class Engine:
 
     def _start_backward(self, first: Root, is_restricted: bool) -> Backward:
         """Begin a backward, which has reached the model ``first``."""
+        self.drop_interrupted(first)
         outer = self.backward
-        if outer is not None and self.is_over(outer):
-            self.reset()
-            outer = None
         if self._running is not None:  # inside of a forward
-            self.record.add(self._running.record.cut())
+            self._keep(self._running.record.cut(), self._running.root)
         problem = None
-        passes = [one for one in self.record.passes if not first.is_alone or one.goes_only_through(first.units)]
-        others = [one for one in self.record.passes if one not in passes]
+        passes = [one for one in self.passes if not first.is_alone or one.goes_only_through(first.units)]
         reached = {call.unit.root: None for one in passes for call in one.calls} | {first: None}
         roots = sorted(reached, key=lambda root: root.number)
         for root in roots:
@@ -256,8 +266,10 @@ class Engine:
             except Exception as error:
                 problem = problem or error
         backward = Backward(roots, passes, roots[0].kept, outer)
-        self.backward = backward
-        self.record.passes = others + backward.begin(self._end_backward, problem, is_restricted)
+        self._set_backward(backward)
+        alive = backward.begin(self._end_backward, problem, is_restricted)
+        for root in roots:
+            root.record.forget(passes, alive)
         return backward
 
     def _end_backward(self) -> None:
@@ -268,7 +280,7 @@ class Engine:
         for root in backward.roots:
             root.end_backward(backward)  # may raise what a user's hook on gradients raises: then `reset` follows
         backward.retract()
-        self.backward = backward.outer
+        self._leave_backward(backward)
         for root in backward.roots:
             root.notify_end(backward)
 
@@ -282,32 +294,68 @@ class Engine:
 
     def follow(self, root: Root, passes: list[Pass[Unit]]) -> None:
         """Serve a whole backward of ``passes`` through ``root`` that other ranks compute and this one does not."""
-        self.backward = Backward([root], passes, [])
+        backward = Backward([root], passes, [])
+        self._set_backward(backward)
         try:
-            self.backward.follow()
+            backward.follow()
             root.finish_grads()
         finally:
-            self.backward = None
+            self._leave_backward(backward)
+
+    def _set_backward(self, backward: Backward) -> None:
+        self._backward = weakref.ref(backward)
+        for root in backward.roots:
+            root.backward = backward
+
+    def _leave_backward(self, backward: Backward) -> None:
+        outer = backward.outer
+        self._backward = _no_backward if outer is None else weakref.ref(outer)
+        for root in backward.roots:
+            root.backward = outer if outer is not None and root in outer.roots else None
 
     # ---- exceptions
 
-    def drop_interrupted(self) -> None:
-        """Call `reset` if a backward has raised and was not cleaned up yet."""
-        if self.backward is not None and self.is_over(self.backward):
-            self.reset()
+    def drop_interrupted(self, root: Root) -> None:
+        """Clean up after a backward through ``root`` that has raised. **Collective** if there was one.
+
+        One that went only through other models waits until these are used, because other ranks may have dropped them.
+        """
+        backward = self.backward
+        if backward is not None and self.is_over(backward):
+            self._backward = _no_backward
+        if self._waits(root):
+            self._abandon(root.backward)
+
+    def _waits(self, root: Root) -> bool:
+        """Whether a backward through ``root`` has raised, and was not cleaned up yet."""
+        backward = self.backward if root.backward is not None else None
+        while backward is not None and backward is not root.backward:
+            backward = backward.outer
+        return backward is not root.backward
+
+    @staticmethod
+    def _abandon(backward: Backward | None) -> dict[Root, None]:
+        """Clean up after ``backward`` and those around it; returns their models."""
+        roots: dict[Root, None] = {}
+        while backward is not None:
+            roots |= dict.fromkeys(backward.roots)
+            for root in backward.roots:
+                root.backward = None
+                root.num_interrupted += 1
+            backward.abandon()
+            backward = backward.outer
+        for root in roots:
+            root.drop_pass(in_backward=True)
+        return roots
 
     def reset(self) -> None:
         """Clean up after a pass that raised, in all models that it went through. **Collective** after a backward."""
         running, self._running = self._running, None
-        roots = dict.fromkeys(running.roots if running is not None else ())
-        was_in_backward = self.backward is not None
-        while self.backward is not None:
-            backward, self.backward = self.backward, self.backward.outer
-            roots.update(dict.fromkeys(backward.roots))
-            backward.abandon()
-            self.num_interrupted += 1
-        for root in roots or self.roots:
-            root.drop_pass(was_in_backward)
+        backward, self._backward = self.backward, _no_backward
+        dropped = self._abandon(backward)
+        for root in running.roots if running is not None else self.roots if backward is None else ():
+            if root not in dropped:
+                root.drop_pass(in_backward=backward is not None)
 
     def _take_thread(self, unit: Unit) -> None:
         """Raise if another thread is in a pass: one of the two would free units under the other.
@@ -327,6 +375,11 @@ class Engine:
         self._thread = own
 
 
+def _no_backward() -> None:
+    """Stand-in for a weak reference to a backward."""
+
+
+_NUMBER = attrgetter("number")
 _engines: weakref.WeakValueDictionary[tuple[Any, ...], Engine] = weakref.WeakValueDictionary()
 
 
@@ -352,6 +405,8 @@ class Root:
         observers: are told of every event.
         comms_of: the groups in which each unit communicates; ``shards``: the number of ranks that it is cut among.
         order: what its passes have called last; ``kept``: what its backwards have planned last.
+        record: its passes that await a backward, which began with one of its units.
+        backward: the innermost that goes through it, running or interrupted; ``num_interrupted``: how many have raised.
         is_alone: its backwards go through no other model; for those who describe them to other ranks.
         is_last_backward: if False, units that the next backward does not reach stay gathered for the one after it.
         join: lets ranks that have run out of batches take part; set by those who offer it.
@@ -367,6 +422,9 @@ class Root:
         self.observers = list(observers)
         self.order: ForwardOrder[Unit] = ForwardOrder()
         self.kept: list[Last] = []
+        self.record: Record[Unit] = Record()
+        self.backward: Backward | None = None
+        self.num_interrupted = 0
         self.engine = engine_of(comms, shared.device)
         self.engine.roots.add(self)
         self.is_last_backward, self.is_alone = True, False
@@ -388,7 +446,7 @@ class Root:
     @property
     def in_backward(self) -> bool:
         """Whether a backward is running, or has raised and was not cleaned up yet."""
-        return self.engine.backward is not None and self in self.engine.backward.roots
+        return self.backward is not None
 
     # ---- passes
 
@@ -465,14 +523,14 @@ class Root:
 
     def history(self, comm: Communicator) -> tuple[int, ...]:
         """Numbers that are equal on all ranks of ``comm`` if these have run the same things so far."""
-        return self.engine.num_interrupted, *(number for each in self.observers for number in each.facts(comm))
+        return self.num_interrupted, *(number for each in self.observers for number in each.facts(comm))
 
     @property
     def state(self) -> dict[str, str]:
         """In words, what must be the same on all ranks between passes."""
         unsynced = [f"`{unit.fqn or 'root'}`" for unit in self.units if not unit.sync][:3] or ["none"]
         return {
-            "backwards that have raised": str(self.engine.num_interrupted),
+            "backwards that have raised": str(self.num_interrupted),
             "units under no_sync": ", ".join(unsynced),
         }
 
@@ -495,7 +553,7 @@ class Root:
         Raises:
             TrainingStateError: a pass is running.
         """
-        self.engine.drop_interrupted()
+        self.engine.drop_interrupted(self)
         for unit in self.units if units is None else units:
             if unit.state is not TrainingState.IDLE:
                 raise TrainingStateError(

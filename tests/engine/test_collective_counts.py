@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fairshard.engine import reach
+from fairshard.engine import exchange
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.utils.collectives import counters, reset_counters
@@ -47,7 +47,7 @@ def gathered(sizes, itemsize):
 
 def message():
     """Number and received bytes of the exchange at the start of a backward."""
-    return 1, (dist.get_world_size() - 1) * reach.FIRST_NBYTES
+    return 1, (dist.get_world_size() - 1) * exchange.FIRST_NBYTES
 
 
 def add(*pairs):

@@ -291,7 +291,7 @@ def test_ranks_clean_up_the_models_of_an_optimizer_in_one_order():
     optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1)
     ordered = sorted(every_root(), key=lambda root: root.number, reverse=dist.get_rank() == 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer_check, "roots", ordered)
+        patch.setattr(optimizer_check, "every_root", lambda: ordered)
         optimizer.step()
     assert not any(root.in_backward for root in every_root())
 

@@ -180,5 +180,5 @@ def test_what_is_registered_answers_for_itself(how, offload):
         if how == "rows":
             assert (layer.weight.ndim, layer.weight.numel(), tuple(layer.weight.size())) == (2, 15, (5, 3))
         out = model(randn(2, 3))
-        assert layer.weight.dtype == torch.bfloat16, "gathered until the backward"
+        assert layer.weight.dtype == torch.float32, "also while the whole parameters wait for the backward"
         out.sum().backward()

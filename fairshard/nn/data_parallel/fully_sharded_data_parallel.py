@@ -287,8 +287,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
 
     def _leave_raised(self) -> None:
         """Register shards after a backward that has raised, even if its task is still alive."""
-        engine = None if self._unit.root is None else self._unit.root.engine
-        if engine is not None and engine.backward is not None and engine.is_over(engine.backward):
+        root = self._unit.root
+        if root is not None and root.backward is not None and root.engine.is_over(root.backward):
             for _, unit in units_below(self):
                 unit.stop_computing()
 

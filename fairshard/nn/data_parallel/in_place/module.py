@@ -96,7 +96,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         after those. **Collective.**
         """
         root = root_of(self)
-        root.engine.drop_interrupted()
+        root.engine.drop_interrupted(root)
         unit = self._fairshard_unit
         if root.is_between_passes:
             root.shared.await_step()
