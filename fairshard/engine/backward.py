@@ -53,13 +53,14 @@ class Backward:
     """One backward through ``passes`` of the models ``roots``, in the outermost graph task that reaches any of them.
 
     Attributes:
+        passes: those that a later backward may reach, too.
         used: units that this rank has computed with, since their last free.
         outer: the backward inside of which this one began, if any.
         task: returns None once the graph task has ended; after an exception the task ends without calling `end`.
     """
 
     def __init__(self, roots: Sequence[Any], passes: Sequence[Pass[Unit]], kept: list[Last], outer: Any = None) -> None:
-        self.roots, self.outer = roots, outer
+        self.roots, self.passes, self.outer = roots, list(passes), outer
         self._plan = Plan(roots, passes, kept)
         self.units = self._plan.units
         self._cursor, self._passed = 0, -1

@@ -7,7 +7,7 @@ reached no more.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
@@ -98,10 +98,7 @@ class Pass(Generic[UnitT]):
         num_segments: number of checkpoints in it.
         token: held while the pass runs, and by the hooks of its calls.
         was_reached: a backward has been planned with it.
-        number: its place among the passes that await a backward.
     """
-
-    number = 0
 
     def __init__(self, is_common: bool = True) -> None:
         self.is_common = is_common
@@ -175,20 +172,18 @@ class Pass(Generic[UnitT]):
 
 
 class Record(Generic[UnitT]):
-    """The passes that began with one model and await a backward, in order."""
+    """The passes that await a backward, in order."""
 
     def __init__(self) -> None:
         self.passes: list[Pass[UnitT]] = []
 
-    def add(self, one: Pass[UnitT], number: int) -> None:
+    def add(self, one: Pass[UnitT]) -> None:
         """``one`` has ended."""
-        one.number = number
         if one.calls:
             self.passes.append(one)
             while len(self.passes) > 1 and sum(len(each.calls) for each in self.passes) > _MAX_CALLS:
                 del self.passes[0]
 
-    def forget(self, planned: Sequence[Pass[UnitT]], alive: Sequence[Pass[UnitT]]) -> None:
-        """Forget the passes of ``planned`` that are not ``alive``."""
-        gone = set(map(id, planned)) - set(map(id, alive))
-        self.passes = [one for one in self.passes if id(one) not in gone]
+    def has(self, call: CallRecord[UnitT]) -> bool:
+        """Whether ``call`` awaits a backward."""
+        return any(call is each for one in self.passes for each in one.calls)

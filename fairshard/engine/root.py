@@ -9,7 +9,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +25,7 @@ from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError, TrainingStateError
 from fairshard.utils.autograd import NO_BACKWARD, current_checkpoint, current_task, is_recorded_later
-from fairshard.utils.collectives import Communicator, Communicators
+from fairshard.utils.collectives import Communicator, Communicators, communicators
 from fairshard.utils.nested import apply_to_all, cast_inputs_to_fp16, plain_objects
 from fairshard.utils.streams import current_stream
 from fairshard.utils.user_line import level_of_user
@@ -56,13 +55,14 @@ class Engine:
     or reduction is under way, and after the last backward nothing is gathered.
 
     Attributes:
-        roots: the models, which hold the passes and backwards: those of a model that is dropped end with it.
+        roots: the models.
+        record: the passes that await a backward.
     """
 
     def __init__(self) -> None:
         self.roots: weakref.WeakSet[Root] = weakref.WeakSet()
         self._backward: Callable[[], Backward | None] = _no_backward
-        self._num_passes = 0
+        self.record: Record[Unit] = Record()
         self._running: _Running | None = None
         self._thread = 0  # that runs a pass, or ran the last one
 
@@ -75,11 +75,6 @@ class Engine:
     def backward(self) -> Backward | None:
         """The running backward, or one that has raised and was not cleaned up yet."""
         return self._backward()
-
-    @property
-    def passes(self) -> list[Pass[Unit]]:
-        """The passes that await a backward, in order."""
-        return sorted((one for root in self.roots if not self._waits(root) for one in root.record.passes), key=_NUMBER)
 
     # ---- forward
 
@@ -222,12 +217,7 @@ class Engine:
         if recorded:
             if running.failed:
                 running.record.drop(running.failed)
-            self._keep(running.record, running.root)
-
-    def _keep(self, one: Pass[Unit], root: Root) -> None:
-        """``one``, which began with ``root``, awaits a backward."""
-        self._num_passes += 1
-        root.record.add(one, self._num_passes)
+            self.record.add(running.record)
 
     # ---- backward
 
@@ -238,7 +228,7 @@ class Engine:
         if (
             backward is None
             or backward.task() is None
-            or (not backward.covers(call) and any(call in one.calls for one in self.passes))  # of a forward inside
+            or (not backward.covers(call) and self.record.has(call))  # of a forward inside
         ):
             backward = self._start_backward(call.unit.root, is_restricted=probe.is_restricted())
         backward.reach(call)
@@ -255,9 +245,9 @@ class Engine:
         self.drop_interrupted(first)
         outer = self.backward
         if self._running is not None:  # inside of a forward
-            self._keep(self._running.record.cut(), self._running.root)
+            self.record.add(self._running.record.cut())
         problem = None
-        passes = [one for one in self.passes if not first.is_alone or one.goes_only_through(first.units)]
+        passes = [one for one in self.record.passes if not first.is_alone or one.goes_only_through(first.units)]
         reached = {call.unit.root: None for one in passes for call in one.calls} | {first: None}
         roots = sorted(reached, key=lambda root: root.number)
         for root in roots:
@@ -267,9 +257,8 @@ class Engine:
                 problem = problem or error
         backward = Backward(roots, passes, roots[0].kept, outer)
         self._set_backward(backward)
-        alive = backward.begin(self._end_backward, problem, is_restricted)
-        for root in roots:
-            root.record.forget(passes, alive)
+        self.record.passes = [one for one in self.record.passes if one not in passes]
+        backward.passes = backward.begin(self._end_backward, problem, is_restricted)
         return backward
 
     def _end_backward(self) -> None:
@@ -310,6 +299,12 @@ class Engine:
     def _leave_backward(self, backward: Backward) -> None:
         outer = backward.outer
         self._backward = _no_backward if outer is None else weakref.ref(outer)
+        self._release(backward)
+
+    def _release(self, backward: Backward) -> None:
+        """``backward`` is over: another one may reach its passes."""
+        outer = backward.outer
+        self.record.passes[:0] = backward.passes
         for root in backward.roots:
             root.backward = outer if outer is not None and root in outer.roots else None
 
@@ -333,14 +328,13 @@ class Engine:
             backward = backward.outer
         return backward is not root.backward
 
-    @staticmethod
-    def _abandon(backward: Backward | None) -> dict[Root, None]:
+    def _abandon(self, backward: Backward | None) -> dict[Root, None]:
         """Clean up after ``backward`` and those around it; returns their models."""
         roots: dict[Root, None] = {}
         while backward is not None:
             roots |= dict.fromkeys(backward.roots)
+            self._release(backward)
             for root in backward.roots:
-                root.backward = None
                 root.num_interrupted += 1
             backward.abandon()
             backward = backward.outer
@@ -379,22 +373,22 @@ def _no_backward() -> None:
     """Stand-in for a weak reference to a backward."""
 
 
-_NUMBER = attrgetter("number")
-_engines: weakref.WeakValueDictionary[tuple[Any, ...], Engine] = weakref.WeakValueDictionary()
-
-
 def engine_of(comms: Sequence[Communicator], device: torch.device) -> Engine:
-    """The only engine of these groups of ranks, for ``device``."""
-    key = *comms, device
-    engine = _engines.get(key)
-    if engine is None:
-        engine = _engines[key] = Engine()
+    """The only engine of these groups of ranks, for ``device``.
+
+    It lives as long as the groups: when a rank collects the garbage of a model must not decide what ranks compare.
+    """
+    key = *map(id, comms[1:]), device
+    if key not in comms[0].engines:
+        comms[0].engines[key] = Engine()
+    engine: Engine = comms[0].engines[key]
     return engine
 
 
 def every_root() -> list[Root]:
     """All models of this process."""
-    return [root for engine in list(_engines.values()) for root in list(engine.roots)]
+    engines = [engine for comm in list(communicators.values()) for engine in comm.engines.values()]
+    return [root for engine in engines for root in list(engine.roots)]
 
 
 class Root:
@@ -405,7 +399,6 @@ class Root:
         observers: are told of every event.
         comms_of: the groups in which each unit communicates; ``shards``: the number of ranks that it is cut among.
         order: what its passes have called last; ``kept``: what its backwards have planned last.
-        record: its passes that await a backward, which began with one of its units.
         backward: the innermost that goes through it, running or interrupted; ``num_interrupted``: how many have raised.
         is_alone: its backwards go through no other model; for those who describe them to other ranks.
         is_last_backward: if False, units that the next backward does not reach stay gathered for the one after it.
@@ -422,7 +415,6 @@ class Root:
         self.observers = list(observers)
         self.order: ForwardOrder[Unit] = ForwardOrder()
         self.kept: list[Last] = []
-        self.record: Record[Unit] = Record()
         self.backward: Backward | None = None
         self.num_interrupted = 0
         self.engine = engine_of(comms, shared.device)

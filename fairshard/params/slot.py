@@ -18,28 +18,36 @@ from fairshard.utils.storage import set_data
 
 
 class _Guard:
-    """A hook before the forward of a module on which a shard is registered in place of a parameter.
+    """A hook before the forward of a module on which shards are registered in place of the parameters of ``slots``.
 
-    Raises `ParameterShardedError` unless the parameter of ``slot`` is gathered: torch would name neither the module
-    nor the remedy, or would compute with a shard whose shape happens to fit.
+    Raises `ParameterShardedError` for the first that is not gathered: torch would name neither the module nor the
+    remedy, or would compute with a shard whose shape happens to fit.
     """
 
-    def __init__(self, slot: "ParamSlot", name: str) -> None:
-        self._slot = slot
-        self._name = name
+    def __init__(self) -> None:
+        self.slots: dict[str, ParamSlot] = {}
 
     @not_traced
     def __call__(self, module: nn.Module, _args: Any) -> None:
-        if module._parameters.get(self._name) is self._slot.registered:
-            slot = self._slot
-            if not isinstance(slot.registered, DTensor):
-                ShardedParameter(slot.fqn, slot.shape)._refuse()
-            raise ParameterShardedError(
-                f"Parameter `{slot.fqn}` must be gathered to be read, but only its shards exist outside of its unit's "
-                f"forward and backward: `{slot.fqn.rpartition('.')[0] or 'the root'}` was not reached through a module "
-                "that fully_shard was called on. Call that module; or make the method that was called gather the "
-                'parameters, with `fairshard.nn.register_fsdp_forward_method(module, "name")`.'
-            )
+        params = module._parameters
+        for name, slot in self.slots.items():
+            if params.get(name) is slot.registered:
+                self._refuse(slot)
+
+    @staticmethod
+    def _refuse(slot: "ParamSlot") -> None:
+        if not isinstance(slot.registered, DTensor):
+            ShardedParameter(slot.fqn, slot.shape)._refuse()
+        raise ParameterShardedError(
+            f"Parameter `{slot.fqn}` must be gathered to be read, but only its shards exist outside of its unit's "
+            f"forward and backward: `{slot.fqn.rpartition('.')[0] or 'the root'}` was not reached through a module "
+            "that fully_shard was called on. Call that module; or make the method that was called gather the "
+            'parameters, with `fairshard.nn.register_fsdp_forward_method(module, "name")`.'
+        )
+
+
+def _guard_of(module: nn.Module) -> _Guard | None:
+    return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Guard)), None)
 
 
 def sharded_param_of(module: nn.Module) -> str | None:
@@ -50,7 +58,8 @@ def sharded_param_of(module: nn.Module) -> str | None:
         slot = slot_of(shown) if isinstance(shown, nn.Parameter) else None
         if slot is not None:
             return slot.fqn
-    return next((hook._slot.fqn for hook in module._forward_pre_hooks.values() if isinstance(hook, _Guard)), None)
+    guard = _guard_of(module)
+    return None if guard is None else next(iter(guard.slots.values())).fqn
 
 
 def plain_and_others(
@@ -66,10 +75,12 @@ def plain_and_others(
     return plain, [(slot, view) for slot, view in pairs if type(slot) is not ParamSlot]
 
 
-def _guard(slot: "ParamSlot", module: nn.Module, name: str) -> None:
-    """Guard ``module``; once is enough, because its parameters are gathered together."""
-    if not any(isinstance(hook, _Guard) for hook in module._forward_pre_hooks.values()):
-        module.register_forward_pre_hook(_Guard(slot, name))
+def _add_to_guard(slot: "ParamSlot", module: nn.Module, name: str) -> None:
+    guard = _guard_of(module)
+    if guard is None:
+        guard = _Guard()
+        module.register_forward_pre_hook(guard)
+    guard.slots[name] = slot
 
 
 _slots: WeakIdKeyDictionary = WeakIdKeyDictionary()  # leaf -> its slot, as long as the slot lives
@@ -158,7 +169,7 @@ class ParamSlot:
         if shard is not None:
             self._placeholder = None
             for module, name in self.owners:
-                _guard(self, module, name)
+                _add_to_guard(self, module, name)
         self.leaf.grad = None
         self.detach()
 

@@ -65,6 +65,7 @@ class Communicator:
     exchanges, if they are used.
 
     Attributes:
+        engines: what runs models whose first group this is, by the rest of what they run on.
         unfinished: works of dropped models, kept as long as the group; see `Works`.
         is_real: whether data moves.
     """
@@ -75,6 +76,7 @@ class Communicator:
         self.backend = backend
         self.is_real, self.is_gloo = backend != "fake", backend == "gloo"
         self.exchange = exchange
+        self.engines: dict[tuple[Any, ...], Any] = {}
         self.unfinished: list[Any] = []
         self.counts: dict[str, tuple[int, int]] = {}
         self._next_id = self._num_messages = 0

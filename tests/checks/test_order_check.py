@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fairshard.checks import order_check
+from fairshard.checks.order_check import OrderCheck
 from fairshard.errors import RanksDisagreeError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import ShardingStrategy
@@ -255,7 +256,7 @@ def test_forwards_whose_backward_never_comes_do_not_add_up():
         model = wrapped_path()
         for _ in range(12):
             model(randn(3, 4))
-        assert len(model._unit.root.order_check.noted) <= 20 + 1 + len(model._unit.root.units)
+        assert len(OrderCheck.of(model._unit.root).noted) <= 20 + 1 + len(model._unit.root.units)
         train_step(model, 0)
 
 

@@ -85,23 +85,20 @@ def test_an_emptied_leaf_has_the_dtype_that_it_showed_last():
             assert (slot.leaf.dtype, slot.leaf.numel()) == (dtype, 0)
 
 
-@pytest.mark.parametrize("shown", ["placeholder", "leaf"])
-def test_what_replaces_a_parameter_is_not_hidden(shown):
-    """A replaced parameter's placeholder or leaf is removed from its module, once; what the user put there stays."""
-    module = nn.Linear(3, 2)
-    slot = ParamSlot(module.weight, "weight")
-    slot.add_owner(module, "weight")
-    slot.register(None)
-    if shown == "leaf":
-        slot.attach(torch.ones(2, 3))
-    assert module.weight is (slot.leaf if shown == "leaf" else slot.placeholder)
+@on_ranks(1)
+def test_what_replaces_a_parameter_is_not_hidden():
+    """A replaced parameter's placeholder is removed from its module; what the user put there stays."""
+    model = FSDP(nn.Sequential(nn.Linear(3, 2)))
+    model(randn(2, 3)).sum().backward()
+    module, registered = model.module[0], model._unit.registered
     theirs = nn.Parameter(torch.zeros(2, 3))
     module._parameters["weight"] = theirs  # as functional_call does
-    slot.attach(torch.ones(2, 3))
+    registered.swap(to_leaves=True)
     assert module.weight is theirs
-    slot.detach()
-    assert module.weight is theirs
+    registered.swap(to_leaves=False)
+    assert module._parameters["weight"] is theirs
+    del module._parameters["weight"]
     module.__dict__["weight"] = "theirs"
-    slot.attach(torch.ones(2, 3))
-    slot.detach()
-    assert module.weight == "theirs"
+    for to_leaves in (True, False):
+        registered.swap(to_leaves)
+        assert module.weight == "theirs"

@@ -121,7 +121,7 @@ class Join(Observer):
         if self.was_short:
             for unit in root.units:
                 unit.unpin()
-            root.record.passes.clear()
+            root.engine.record.passes.clear()
         root.order.forget()
         leave(root)
 
