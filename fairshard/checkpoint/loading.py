@@ -319,8 +319,7 @@ class Loading:
             if getattr(self._training, name) is not None:
                 if name not in known:
                     raise CheckpointError(
-                        f"{self._folder} must hold a {name} to load one, but was saved without one. Leave "
-                        f"`{name}` out."
+                        f"{self._folder} must hold a {name} to load one, but was saved without one. Leave `{name}` out."
                     )
                 self._values[name] = None
         self._own_key = self._own_objects(known)

@@ -41,9 +41,7 @@ class Manifest:
     world_size: int
     files: dict[str, FileEntry]
     aliases: dict[str, str] = field(default_factory=dict)
-    versions: dict[str, str] = field(
-        default_factory=lambda: {"fairshard": __version__, "torch": torch.__version__}
-    )
+    versions: dict[str, str] = field(default_factory=lambda: {"fairshard": __version__, "torch": torch.__version__})
 
     def to_json(self) -> str:
         """Text of the manifest file."""

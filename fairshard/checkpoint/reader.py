@@ -53,9 +53,7 @@ class CheckpointReader(FileSystemReader):
     by the rank that reads most of it; without it, the caller has verified them. ``limits`` are those of metadata.
     """
 
-    def __init__(
-        self, path: str, limits: Limits = LIMITS, max_metadata_nbytes: int = MAX_METADATA_NBYTES
-    ) -> None:
+    def __init__(self, path: str, limits: Limits = LIMITS, max_metadata_nbytes: int = MAX_METADATA_NBYTES) -> None:
         self._storage = storage_of(path)  # first: it says which package a protocol needs
         super().__init__(path if not is_remote(path) else ".")
         self._reads_in_place = not is_remote(path) and hasattr(os, "preadv")

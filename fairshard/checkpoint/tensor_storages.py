@@ -43,7 +43,6 @@ STORAGES: dict[tuple[str, str], torch.dtype] = {
 """The dtype of each class of storage, by the name in a pickle."""
 
 
-
 class Storages:
     """The storages of a file; tensors of all of them may have at most a few times its bytes.
 

@@ -55,8 +55,11 @@ def _add_consolidate(add: Callable[..., argparse.ArgumentParser]) -> None:
         help="size of a safetensors file, such as 500MB (default: 5GB)",
     )  # fmt: skip
     parser.add_argument(
-        "--config", type=local_path, metavar="DIR", help="copy config.json, generation config and tokenizer from here "
-        "(default: those of the run, if it is one of --hf)"
+        "--config",
+        type=local_path,
+        metavar="DIR",
+        help="copy config.json, generation config and tokenizer from here "
+        "(default: those of the run, if it is one of --hf)",
     )
     parser.add_argument(
         "--allow-unverified", action="store_true", help="also read a checkpoint whose list of checksums is lost"
@@ -202,4 +205,3 @@ def _check_there(paths: Sequence[str | os.PathLike[str]]) -> None:
         elif not os.path.exists(path):
             link = dangling_link(Path(path))
             raise OptionError(f"{path!s} does not exist{f': {link}' if link else ''}.")
-

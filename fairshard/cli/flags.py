@@ -107,5 +107,3 @@ def _add(
 ) -> None:
     default = getattr(TrainOptions, flag[2:].replace("-", "_"))
     group.add_argument(flag, type=kind, metavar=metavar, default=default, help=text, choices=choices)
-
-

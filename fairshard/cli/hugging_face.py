@@ -116,9 +116,7 @@ def byte_tokenizer(context: int) -> Any:
     made = Tokenizer(BPE(vocab={char: byte for byte, char in bytes_to_unicode().items()}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, model_max_length=context, clean_up_tokenization_spaces=False
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=context, clean_up_tokenization_spaces=False)
 
 
 def save_beside(folder: Path, path: Path, model: nn.Module, context: int) -> None:

@@ -57,9 +57,7 @@ class Batches:
     in the data of all of them; each keeps its own rows. Shares differ by one row where the batch does not divide.
     """
 
-    def __init__(
-        self, text: Ids | Pieces, options: TrainOptions, ranks: Ranks, vocab_size: int | None = None
-    ) -> None:
+    def __init__(self, text: Ids | Pieces, options: TrainOptions, ranks: Ranks, vocab_size: int | None = None) -> None:
         self._text = text
         self._vocab_size = vocab_size
         self._options = options

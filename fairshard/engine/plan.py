@@ -214,7 +214,9 @@ class Plan:
                 reached[index] = 1
                 if call.unit in unsure and hooks.makes_graphs():
                     assumed.add(call.unit)
-            elif call.sight is Sight.LEAVES and lives[known.places[index].forward] and any(map(reaches, call.unit.nodes)):
+            elif (
+                call.sight is Sight.LEAVES and lives[known.places[index].forward] and any(map(reaches, call.unit.nodes))
+            ):
                 reached[index] = 1
                 self.unseen.add(call.unit)
         for index in range(len(calls) - 1, -1, -1):

@@ -35,9 +35,7 @@ def walk(module: nn.Module, prefix: str = "", seen: set[int] | None = None) -> I
             yield from walk(child, inside, seen)
 
 
-def attribute_paths(
-    module: nn.Module, path: str = "", seen: set[int] | None = None
-) -> Iterator[tuple[str, nn.Module]]:
+def attribute_paths(module: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
     """Like `walk`, but with the path of attributes to each module, which has ``module`` in it for each wrapper."""
     seen = set() if seen is None else seen
     if id(module) not in seen:
@@ -64,9 +62,7 @@ def units_to(be_used: str, model: Any, cure: str) -> list[Unit]:
     check_module(model)
     units = [unit for _, unit in units_below(model)]
     if not units:
-        raise ValueError(
-            f"`model` must contain sharded modules {be_used}, but {type(model).__name__} has none. {cure}"
-        )
+        raise ValueError(f"`model` must contain sharded modules {be_used}, but {type(model).__name__} has none. {cure}")
     return units
 
 

@@ -63,9 +63,7 @@ class DefaultState:
 class LowPrecisionState(DefaultState):
     """State of hooks that send gradients in a lower precision than ``parameter_type``, the shards' dtype."""
 
-    def __init__(
-        self, process_group: ProcessGroup | None = None, parameter_type: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, process_group: ProcessGroup | None = None, parameter_type: torch.dtype = torch.float32) -> None:
         super().__init__(process_group)
         self.parameter_type = parameter_type
 

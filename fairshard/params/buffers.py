@@ -6,9 +6,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 @torch.no_grad()
-def cast_buffers_(
-    module: nn.Module, device: torch.device | None = None, dtype: torch.dtype | None = None
-) -> None:
+def cast_buffers_(module: nn.Module, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
     """Move the buffers of ``module`` itself to ``device``, and cast the floating ones to ``dtype``, in place.
 
     Pass it to ``module.apply`` for a whole tree. Buffers of BatchNorm keep their dtype.

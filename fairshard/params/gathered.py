@@ -125,4 +125,3 @@ class Gathered:
         """The gather that fills the memory; writes ``part`` first, if given. This rank's row is already written."""
         gather: Gather = self._gather if part is None else part.write()
         return gather if self.custom is None else gather.through(self.custom)
-

@@ -74,9 +74,7 @@ default_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: i
 default_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
 
 
-def config_auto_wrap_policy(
-    module: nn.Module, recurse: bool, unwrapped_params: int, is_root: bool = False
-) -> bool:
+def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, is_root: bool = False) -> bool:
     """Wrap modules with an attribute ``wrapper_config``, a dict of arguments for their wrapper."""
     return recurse or wrapper_config(module) is not None
 

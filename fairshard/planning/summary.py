@@ -120,9 +120,7 @@ def unit_table(model: nn.Module) -> list[UnitRow]:
         unit_row(
             fqn,
             [
-                FlatSizes(
-                    fp.layout, fp.shard.dtype, fp.compute_dtype_under(unit.rule), fp.shard.requires_grad, fp.rank
-                )
+                FlatSizes(fp.layout, fp.shard.dtype, fp.compute_dtype_under(unit.rule), fp.shard.requires_grad, fp.rank)
                 for fp in unit.flat_params
             ],
         )

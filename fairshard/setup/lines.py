@@ -58,9 +58,7 @@ class SlotLines:
     plan: RaggedPlan | None
 
     @staticmethod
-    def of(
-        places: Mapping[ParamSlot, RowBlocks | Owned], world_size: int, loads: Callable[[], list[int]]
-    ) -> SlotLines:
+    def of(places: Mapping[ParamSlot, RowBlocks | Owned], world_size: int, loads: Callable[[], list[int]]) -> SlotLines:
         """Lines on ``world_size`` ranks for parameters and their placements: by blocks first, then that of owners.
 
         ``loads`` returns the bytes that each rank owns before; see `loads_in`.

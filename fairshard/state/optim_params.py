@@ -76,9 +76,7 @@ class OptimParams:
         for param, pairs in whole.items():
             self._add(param, None, [pairs])
 
-    def _add(
-        self, param: nn.Parameter, flat_param: Stepped | None, names: list[list[tuple[str, str]]]
-    ) -> None:
+    def _add(self, param: nn.Parameter, flat_param: Stepped | None, names: list[list[tuple[str, str]]]) -> None:
         cleaned = tuple(tuple(clean_tensor_name(join(*pair)) for pair in pairs) for pairs in names)
         named = NamedParam(param, flat_param, cleaned)
         self._by_param[param] = named

@@ -36,9 +36,7 @@ class AllGather(Comm):
     """All-gather for `FSDPModule.set_custom_all_gather`."""
 
     @abstractmethod
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
-    ) -> Any:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
         """Fill ``output_tensor`` ``[world_size * S]`` with ``input_tensor`` ``[S]`` of each rank, in rank order.
 
         ``input_tensor`` is this rank's part of ``output_tensor``, from `allocate`. Always called with ``async_op``
@@ -117,9 +115,7 @@ class GroupAllGather(AllGather):
         """Memory that the backend uses directly, without copies."""
         return _of_backend(self._group, size, dtype, device)
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
-    ) -> Any:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
         """Gather with the group's own method."""
         return getattr(group, GATHER)(output_tensor, input_tensor)
 

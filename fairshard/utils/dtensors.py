@@ -34,9 +34,7 @@ def part_of(whole: Tensor, like: DTensor) -> DTensor:
         chunk = cut(numel, mesh.size(mesh_dim))
         start = min(mesh.get_local_rank(mesh_dim) * chunk, numel)
         local = local.narrow(placement.dim, start, min(chunk, numel - start))
-    return DTensor.from_local(
-        local, mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def _order_of_cuts(placements: Sequence[Placement]) -> list[int]:

@@ -62,9 +62,7 @@ class FlatLayout:
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """Every (parameter, row) overlap, in the order of the line."""
-        return tuple(
-            piece for index in range(len(self.numels)) for piece in self._cut(index, self.param_span(index))
-        )
+        return tuple(piece for index in range(len(self.numels)) for piece in self._cut(index, self.param_span(index)))
 
     @cached_property
     def blocks(self) -> tuple[Sequence[Block], ...]:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 __all__ = ["alloc_storage_", "free_storage_"]
 
+
 def free_storage_(data: Tensor) -> None:
     """Free the memory of ``data``; its shape, strides and views stay, and must not be read until refilled."""
     storage = data.untyped_storage()

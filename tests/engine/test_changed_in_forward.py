@@ -1,7 +1,6 @@
 """Weights and flags of inner units that the outermost forward changes before it calls them."""
 
 import functools
-from contextlib import nullcontext
 
 import pytest
 import torch

@@ -1,6 +1,5 @@
 """Behaviour of torch that the engine relies on: if one of these fails, torch has changed."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -130,5 +130,3 @@ def test_several_forwards():
         *("at 0  > gather 2", "at 2", "done 2  > free 2  > send 2  > gather 1"),
         *("at 1", "done 1  > free 1  > send 1", "done 0  > free 0  > send 0"),
     ]
-
-

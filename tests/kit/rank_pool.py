@@ -49,6 +49,7 @@ _GRACE_S = 5.0
 _MAX_THREADS = 120
 """Threads of a worker before it is replaced: each group that is still referenced has three, which poll."""
 
+
 class RanksFailed(AssertionError):
     """At least one rank raised, died or hung; ``failures`` maps each such rank to its traceback or stack."""
 

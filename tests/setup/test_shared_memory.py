@@ -54,9 +54,7 @@ def test_shared_memory_is_named(share):
     for door in DOORS.values():
         net = pair()
         share(net)
-        with pytest.raises(
-            ValueError, match=r"memory of their own, but `(0|1).\w+` shares that of `(0|1).\w+`"
-        ):
+        with pytest.raises(ValueError, match=r"memory of their own, but `(0|1).\w+` shares that of `(0|1).\w+`"):
             door(net)
 
 

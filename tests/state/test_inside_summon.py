@@ -146,9 +146,11 @@ def test_reset_parameters(door, allow, nested):
         lambda net: net.reset_parameters(),
         lambda net: inside(net).reset_parameters(),
         lambda net: net.up.reset_parameters(),
-        lambda net: net.apply(lambda part: part.reset_parameters() if type(part) is nn.Linear else None)
-        if "rows" not in door
-        else net.down.reset_parameters(),
+        lambda net: (
+            net.apply(lambda part: part.reset_parameters() if type(part) is nn.Linear else None)
+            if "rows" not in door
+            else net.down.reset_parameters()
+        ),
     ):
         for seed in (3, 4):
             for net in (plain, model):

@@ -148,9 +148,7 @@ class Join(Observer):
 
     def _described(self, passes: Sequence[Pass[Unit]]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """For each pass, its events, and the unit and checkpoint of each call."""
-        return [
-            (one.events, [(self._units[call.unit], call.segment) for call in one.calls]) for one in passes
-        ]
+        return [(one.events, [(self._units[call.unit], call.segment) for call in one.calls]) for one in passes]
 
     def backward_ends(self, is_reached: bool, reduces: bool) -> None:
         """A backward is over; if some ranks have not computed it, ranks cannot compare what they have run."""
@@ -349,9 +347,7 @@ class Join(Observer):
             self._fail("A rank has run out of batches, and `throw_on_early_termination=True`. Omit it to continue.")
         return is_short
 
-    def _exchange(
-        self, num_active: int = 0, num_with_grad: int = 0, num_failed: int = 0, subject: int = 0
-    ) -> _Message:
+    def _exchange(self, num_active: int = 0, num_with_grad: int = 0, num_failed: int = 0, subject: int = 0) -> _Message:
         own = [num_active, num_with_grad, num_failed, subject, subject**2]
         numbers = torch.tensor(own, dtype=torch.int64, device=self._root.device)
         self._comm.all_reduce(numbers, "sum").wait()

@@ -43,10 +43,7 @@ class JoinedOptimizers:
         self._given = [one for one in given if isinstance(one, Optimizer)]
         self._others = [one for one in given if not isinstance(one, Optimizer)]
         self._names: dict[nn.Parameter, str] = {
-            one.shard: one.name
-            for unit in root.units
-            for flat_param in unit.flat_params
-            for one in flat_param.stepped
+            one.shard: one.name for unit in root.units for flat_param in unit.flat_params for one in flat_param.stepped
         }
         self._stepped: list[Optimizer] = []  # in this block
         self._root = root

@@ -21,6 +21,5 @@ def torch_tiny(model, **kwargs):
 def full_state(model):
     """The full values of all parameters and buffers, by name, on every rank. **Collective.**"""
     return {
-        name: value.full_tensor() if isinstance(value, DTensor) else value
-        for name, value in model.state_dict().items()
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
     }

@@ -348,8 +348,6 @@ def test_nan_check_names_the_rank():
         train(model, Batches(dp.get_local_rank()), 1)
 
 
-
-
 class Experts(nn.Module):
     """Each expert-parallel rank multiplies by the experts that it holds."""
 

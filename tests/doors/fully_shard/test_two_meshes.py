@@ -78,8 +78,7 @@ def check_beside_torch(known, names, accumulates=None, **options):
     made = dict(zip(("dense", "sparse", "all"), known, strict=True))
     *blocks, root = (made[name] for name in names.split())
     ours, theirs = (
-        train(sharded(engine, blocks, root, **options), accumulates)
-        for engine in (fully_shard, torch_fsdp.fully_shard)
+        train(sharded(engine, blocks, root, **options), accumulates) for engine in (fully_shard, torch_fsdp.fully_shard)
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # four terms are added in another order
 

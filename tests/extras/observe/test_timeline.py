@@ -87,9 +87,7 @@ def test_the_trace_is_what_chrome_reads(tmp_path):
     named = {entry["tid"]: entry["args"]["name"] for entry in entries if entry["name"] == "thread_name"}
     assert list(named.values()) == ["compute", "gather", "gather (2)", "reduce", "reduce (2)", "copy", "optimizer"]
     assert [entry["args"]["name"] for entry in entries if entry["name"] == "process_name"] == ["rank 0", "rank 1"]
-    shown = {
-        (named[entry["tid"]], entry["name"], entry["ts"], entry["dur"]) for entry in entries if entry["ph"] == "X"
-    }
+    shown = {(named[entry["tid"]], entry["name"], entry["ts"], entry["dur"]) for entry in entries if entry["ph"] == "X"}
     assert len(shown) == len(bars(events()))
     assert ("gather (2)", "gather b", 4e6, 7e6) in shown
     assert ("optimizer", "optimizer step", 20e6, 2e6) in shown

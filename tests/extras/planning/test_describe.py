@@ -249,7 +249,7 @@ def test_a_large_model_takes_no_memory():
     ("kwargs", "error", "match"),
     [
         ({"optimizer": "lion"}, ValueError, "`optimizer` must be one of adamw, adam, sgd, sgd-momentum"),
-        ({"device": "tpu"}, ValueError, '`device` must be a type of device'),
+        ({"device": "tpu"}, ValueError, "`device` must be a type of device"),
         ({"world_size": 0}, ValueError, "`world_size` must be at least 1"),
         ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, ValueError, "is None and unit `root` has HYB"),
         ({"num_replicas": 2}, ValueError, "is 2 and unit `root` has FULL_SHARD"),

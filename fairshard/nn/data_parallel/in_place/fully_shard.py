@@ -192,8 +192,7 @@ def _modules_of(given: Any) -> list[nn.Module]:
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(
-                "`module` must be an nn.Module or a list of them, but holds an object of type "
-                f"{type(module).__name__}."
+                f"`module` must be an nn.Module or a list of them, but holds an object of type {type(module).__name__}."
             )
         if unit_of(module) is not None:
             how = "by FullyShardedDataParallel" if is_wrapper(module) else "by fully_shard"

@@ -98,9 +98,7 @@ class JoinMethods(StateMethods):
 
     # ---- private
 
-    def _join(
-        self, throws: bool, divides_by_all: bool, stateful: Iterable[Any]
-    ) -> tuple[JoinedOptimizers, Join]:
+    def _join(self, throws: bool, divides_by_all: bool, stateful: Iterable[Any]) -> tuple[JoinedOptimizers, Join]:
         root = self._require_root("join")
         optimizers = JoinedOptimizers(root, stateful)
         calls: dict[str, Call] = {"step": optimizers.follow, "clip_grad_norm_": partial(_follow_clip, root)}
