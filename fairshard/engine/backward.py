@@ -94,8 +94,12 @@ class Backward:
         at_end_of_task(end)
         return self._agree(problem, is_restricted)
 
-    def follow(self) -> None:
-        """Serve the whole backward on a rank that computes nothing, and send only the gradients that it has kept."""
+    def follow(self, resident: bytes) -> None:
+        """Serve the whole backward on a rank that computes nothing, and send only the gradients that it has kept.
+
+        ``resident``: for each unit, whether the ranks that compute hold it gathered.
+        """
+        self._plan.resident = resident
         self._agree(None, is_restricted=False)
         self.finish()
         for unit in self.units:

@@ -23,6 +23,14 @@ from fairshard.utils.collectives import Communicator
 _MAX_KEPT = 4  # kinds of backwards that take turns, as in a GAN
 
 
+def holds_for_all(unit: Unit) -> bool:
+    """Whether ``unit`` is gathered, which all ranks know.
+
+    With one rank a gather costs nothing, and ranks that hold replicas of it may differ.
+    """
+    return unit.is_gathered and unit.root.shards[unit] > 1
+
+
 @dataclass(eq=False)
 class Calls:
     """The calls of the passes that await a backward, and what follows from them alone.
@@ -78,6 +86,7 @@ class Plan:
         self.own, self.own_segments = Answers(), set[int]()
         self.schedule, self.listed = Schedule(), frozenset[Unit]()
         self.stops: Sequence[int] = ()
+        self.resident = b""  # for each unit, whether it is gathered on all ranks
         self.unseen: set[Unit] = set()  # units that it reaches, but not through hooks
         self.is_assumed = self.sends = False
 
@@ -269,8 +278,7 @@ class Plan:
             (unit.unshard_in_backward, unit.rule, unit.keeps, unit.is_outermost, unit.prefetch.ahead_in_backward)
             for unit in self.units
         ]
-        # With one rank a gather costs nothing, and ranks that hold replicas of it may differ.
-        resident = bytes([unit.is_gathered and unit.root.shards[unit] > 1 for unit in self.units])
+        resident = self.resident or bytes(map(holds_for_all, self.units))
         key = self._known, agreed.calls, resident, owed, rules
         if last.key != key:
             ruled = tuple(map(self._rule, self.units))

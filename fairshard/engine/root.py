@@ -281,12 +281,15 @@ class Engine:
         """
         return backward.task() is None or (current_task() == NO_BACKWARD and self._thread == threading.get_ident())
 
-    def follow(self, root: Root, passes: list[Pass[Unit]]) -> None:
-        """Serve a whole backward of ``passes`` through ``root`` that other ranks compute and this one does not."""
+    def follow(self, root: Root, passes: list[Pass[Unit]], resident: bytes) -> None:
+        """Serve a whole backward of ``passes`` through ``root`` that other ranks compute and this one does not.
+
+        ``resident``: see `Backward.follow`.
+        """
         backward = Backward([root], passes, [])
         self._set_backward(backward)
         try:
-            backward.follow()
+            backward.follow(resident)
             root.finish_grads()
         finally:
             self._leave_backward(backward)
