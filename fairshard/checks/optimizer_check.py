@@ -187,12 +187,13 @@ def _refuse_inside_forward(optimizer: Optimizer) -> None:
     stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for root in _stepped_roots(optimizer):
         for unit in root.units:
-            if unit.open_calls and any(id(one.shard) in stepped for fp in unit.flat_params for one in fp.stepped):
+            params = [one for flat_param in unit.flat_params for one in flat_param.stepped]
+            if unit.open_calls and any(id(one.shard) in stepped for one in params):
                 raise TrainingStateError(
                     "An optimizer must step a unit outside of the unit's forward, but "
                     f"{type(optimizer).__name__} steps inside the forward of unit `{unit.fqn or 'root'}`, whose later calls "
-                    "would compute with the old weights. Step after the forward, or shard each module that is called "
-                    "in it as a unit of its own (with Lightning, call `wrap` or `fully_shard` in `configure_model`)."
+                    "would compute with the old weights. Step after the forward, or shard each module called in "
+                    "it as a unit of its own (with Lightning, call `wrap` or `fully_shard` in `configure_model`)."
                 )
 
 

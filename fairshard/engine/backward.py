@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from fairshard.params.shard_grad import unexpected_error
 from fairshard.utils.autograd import at_end_of_task
 from fairshard.utils.dynamo import not_traced, set_tracer
 
+_NUMBER = attrgetter("number")
 _AT, _LAST_MARK, _GATHER, _SEND = Kind.AT, Kind.RECOMPUTE, Kind.GATHER, Kind.SEND
 
 
@@ -112,6 +114,12 @@ class Backward:
     def _agree(self, problem: Exception | None, is_restricted: bool) -> list[Pass[Unit]]:
         problem = problem or self._problem()
         alive = self._plan.agree(problem, is_restricted)
+        if alive is None:
+            passes = self._plan.common()
+            self._plan = Plan(roots_of(passes, self.reached[0]), passes, self.roots[0].kept)
+            self.units = self._plan.units
+            alive = self._plan.agree(problem, is_restricted, again=True)
+        assert alive is not None
         self._is_broken = False
         self.reached = list(dict.fromkeys([*self.reached, *self._plan.reached]))
         return alive
@@ -294,6 +302,11 @@ class Backward:
             for bucketer in bucketers:
                 bucketer.drain()
                 bucketer.drops = False
+
+
+def roots_of(passes: Sequence[Pass[Unit]], first: Any) -> list[Any]:
+    """The models that ``passes`` go through, and ``first``, in an order that is the same on all ranks."""
+    return sorted({call.unit.root for one in passes for call in one.calls} | {first}, key=_NUMBER)
 
 
 def _no_task() -> None:

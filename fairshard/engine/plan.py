@@ -96,8 +96,10 @@ class Plan:
         """The number of the checkpoint that ``call`` is in; -1 if none."""
         return self._known.places[call.index].segment
 
-    def agree(self, problem: Exception | None, is_restricted: bool) -> list[Pass[Unit]]:
+    def agree(self, problem: Exception | None, is_restricted: bool, again: bool = False) -> list[Pass[Unit]] | None:
         """Agree with the other ranks, and build the schedule; returns the passes that another backward may reach.
+
+        None if ranks differ in the calls, unless this is done ``again``: see `common`.
 
         ``problem``: why this rank cannot begin. ``is_restricted``: the backward computes only some gradients.
 
@@ -119,8 +121,11 @@ class Plan:
         if flags & DOUBTFUL and not flags & (PROBLEM | DIFFERENT):  # what it does not reach may differ
             differing = self.reached
             histories = [self._history(one, self.reached) for one in known.peers]
-            again = [one._replace(calls=(), leaves=(), alive=()) for one in known.peers]
-            flags |= DIFFERENT if agree_on(Answers(), again, [(0, number) for number in histories], 0) & DOUBTFUL else 0
+            no_calls = [one._replace(calls=(), leaves=(), alive=()) for one in known.peers]
+            doubts = agree_on(Answers(), no_calls, [(0, number) for number in histories], 0) & DOUBTFUL
+            flags |= DIFFERENT if doubts else 0
+        if flags & DIFFERENT and not (again or flags & PROBLEM):
+            return None
         if flags & DIFFERENT:
             differing[0].raise_difference()
         if flags & PROBLEM:
@@ -133,7 +138,20 @@ class Plan:
         self.stops = self._own_marks()
         for root in self._roots:
             root.shared.bucketer.plan(self._bucketed(root))
+        for one in self._passes:
+            one.was_reached = True
         return [one for one, lives in zip(self._passes, agreed.alive, strict=True) if lives]
+
+    def common(self) -> list[Pass[Unit]]:
+        """The passes that a backward of some rank may reach. **Collective.**
+
+        Passes that none can reach may differ: some ranks have collected the garbage of their model.
+        """
+        keys = [(one.calls[0].unit.root.number, one.number) for one in self._passes]
+        alive = [key for key, lives in zip(keys, self.own.alive, strict=True) if lives]
+        for peers in self._known.peers:
+            alive = [key for found in peers.comm.gather_objects(alive) for key in found]
+        return [one for key, one in zip(keys, self._passes, strict=True) if key in alive]
 
     # ---- the calls
 
@@ -223,8 +241,6 @@ class Plan:
                     unsure.add(unit)
                 own.leaves += which
         lives = own.alive = bytearray([one.is_alive for one in self._passes])
-        for one in self._passes:
-            one.was_reached = True
         reached = own.calls = bytearray(len(calls))
         assumed: set[Unit] = set()
         for index, call in enumerate(calls):

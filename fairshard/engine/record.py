@@ -98,7 +98,10 @@ class Pass(Generic[UnitT]):
         num_segments: number of checkpoints in it.
         token: held while the pass runs, and by the hooks of its calls.
         was_reached: a backward has been planned with it.
+        place: its number among all passes of this rank; ``number``: among those that the same model has begun.
     """
+
+    place = number = 0
 
     def __init__(self, is_common: bool = True) -> None:
         self.is_common = is_common
@@ -172,18 +175,16 @@ class Pass(Generic[UnitT]):
 
 
 class Record(Generic[UnitT]):
-    """The passes that await a backward, in order."""
+    """The passes that began with one model and await a backward; it keeps them, so they end with it."""
 
     def __init__(self) -> None:
         self.passes: list[Pass[UnitT]] = []
+        self._num_passes = 0
 
-    def add(self, one: Pass[UnitT]) -> None:
-        """``one`` has ended."""
-        if one.calls:
-            self.passes.append(one)
-            while len(self.passes) > 1 and sum(len(each.calls) for each in self.passes) > _MAX_CALLS:
-                del self.passes[0]
-
-    def has(self, call: CallRecord[UnitT]) -> bool:
-        """Whether ``call`` awaits a backward."""
-        return any(call is each for one in self.passes for each in one.calls)
+    def add(self, one: Pass[UnitT], place: int) -> None:
+        """``one``, which has calls, is over; ``place``: see `Pass`."""
+        self._num_passes += 1
+        one.place, one.number = place, self._num_passes
+        self.passes.append(one)
+        while len(self.passes) > 1 and sum(len(each.calls) for each in self.passes) > _MAX_CALLS:
+            del self.passes[0]

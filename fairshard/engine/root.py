@@ -9,12 +9,13 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from fairshard.engine.backward import Backward
+from fairshard.engine.backward import Backward, roots_of
 from fairshard.engine.call_hooks import CallHooks, Probe
 from fairshard.engine.observer import Observer
 from fairshard.engine.plan import Last
@@ -55,14 +56,13 @@ class Engine:
     or reduction is under way, and after the last backward nothing is gathered.
 
     Attributes:
-        roots: the models.
-        record: the passes that await a backward.
+        roots: the models, which keep their passes.
     """
 
     def __init__(self) -> None:
         self.roots: weakref.WeakSet[Root] = weakref.WeakSet()
         self._backward: Callable[[], Backward | None] = _no_backward
-        self.record: Record[Unit] = Record()
+        self._num_passes = 0
         self._running: _Running | None = None
         self._thread = 0  # that runs a pass, or ran the last one
 
@@ -75,6 +75,16 @@ class Engine:
     def backward(self) -> Backward | None:
         """The running backward, or one that has raised and was not cleaned up yet."""
         return self._backward()
+
+    @property
+    def passes(self) -> list[Pass[Unit]]:
+        """The passes that await a backward, in order."""
+        return sorted((one for root in self.roots for one in root.record.passes), key=_PLACE)
+
+    def _keep(self, one: Pass[Unit]) -> None:
+        if one.calls:
+            self._num_passes += 1
+            one.calls[0].unit.root.record.add(one, self._num_passes)
 
     # ---- forward
 
@@ -217,7 +227,7 @@ class Engine:
         if recorded:
             if running.failed:
                 running.record.drop(running.failed)
-            self.record.add(running.record)
+            self._keep(running.record)
 
     # ---- backward
 
@@ -228,7 +238,7 @@ class Engine:
         if (
             backward is None
             or backward.task() is None
-            or (not backward.covers(call) and self.record.has(call))  # of a forward inside
+            or (not backward.covers(call) and any(call in one.calls for one in self.passes))  # of a forward inside
         ):
             backward = self._start_backward(call.unit.root, is_restricted=probe.is_restricted())
         backward.reach(call)
@@ -245,10 +255,9 @@ class Engine:
         self.drop_interrupted(first)
         outer = self.backward
         if self._running is not None:  # inside of a forward
-            self.record.add(self._running.record.cut())
-        passes = [one for one in self.record.passes if not first.is_alone or one.goes_only_through(first.units)]
-        reached = {call.unit.root: None for one in passes for call in one.calls} | {first: None}
-        roots = sorted(reached, key=lambda root: root.number)
+            self._keep(self._running.record.cut())
+        passes = [one for one in self.passes if not first.is_alone or one.goes_only_through(first.units)]
+        roots = roots_of(passes, first)
         try:
             first.begin_backward(passes)
             problem = None
@@ -256,7 +265,8 @@ class Engine:
             problem = error
         backward = Backward(first, roots, passes, outer)
         self._set_backward(backward)
-        self.record.passes = [one for one in self.record.passes if one not in passes]
+        for root in roots:
+            root.record.passes = [one for one in root.record.passes if one not in passes]
         backward.passes = backward.begin(self._end_backward, problem, is_restricted)
         for root in backward.reached[1:]:
             root.begin_backward(passes)
@@ -308,7 +318,8 @@ class Engine:
     def _release(self, backward: Backward) -> None:
         """``backward`` is over: another one may reach its passes."""
         outer = backward.outer
-        self.record.passes[:0] = backward.passes
+        for one in backward.passes:
+            one.calls[0].unit.root.record.passes.append(one)
         for root in backward.roots:
             root.backward = outer if outer is not None and root in outer.roots else None
 
@@ -373,6 +384,9 @@ class Engine:
         self._thread = own
 
 
+_PLACE = attrgetter("place")
+
+
 def _no_backward() -> None:
     """Stand-in for a weak reference to a backward."""
 
@@ -380,7 +394,7 @@ def _no_backward() -> None:
 def engine_of(comms: Sequence[Communicator], device: torch.device) -> Engine:
     """The only engine of these groups of ranks, for ``device``.
 
-    It lives as long as the groups: when a rank collects the garbage of a model must not decide what ranks compare.
+    It lives as long as the first group.
     """
     key = *map(id, comms[1:]), device
     if key not in comms[0].engines:
@@ -403,6 +417,7 @@ class Root:
         observers: are told of every event.
         comms_of: the groups in which each unit communicates; ``shards``: the number of ranks that it is cut among.
         order: what its passes have called last; ``kept``: what its backwards have planned last.
+        record: the passes that it has begun.
         backward: the innermost that goes through it, running or interrupted; ``num_interrupted``: how many have raised.
         is_alone: its backwards go through no other model; for those who describe them to other ranks.
         is_last_backward: if False, units that the next backward does not reach stay gathered for the one after it.
@@ -419,6 +434,7 @@ class Root:
         self.observers = list(observers)
         self.order: ForwardOrder[Unit] = ForwardOrder()
         self.kept: list[Last] = []
+        self.record: Record[Unit] = Record()
         self.backward: Backward | None = None
         self.num_interrupted = 0
         self.engine = engine_of(comms, shared.device)

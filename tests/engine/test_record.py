@@ -125,10 +125,10 @@ def test_a_pass_is_cut_where_a_backward_begins_in_it():
 def test_the_oldest_passes_are_dropped():
     """Forwards of which no backward comes do not pile up."""
     record = Record()
-    for _ in range(3):
+    for place in range(3):
         one = Pass()
         for _ in range(1 << 13):
             one.enter("a", None)
             one.leave()
-        record.add(one)
-    assert len(record.passes) == 2
+        record.add(one, place)
+    assert [(one.place, one.number) for one in record.passes] == [(1, 2), (2, 3)]

@@ -122,7 +122,7 @@ class Join(Observer):
         if self.was_short:
             for unit in root.units:
                 unit.unpin()
-            root.engine.record.passes.clear()
+            root.record.passes.clear()
         root.order.forget()
         leave(root)
 
