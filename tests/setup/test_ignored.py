@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fairshard.checkpoint import load, save
-from fairshard.engine import reach
+from fairshard.engine import exchange
 from fairshard.nn import FullStateDictConfig, ShardingStrategy, StateDictType
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.wrap import ModuleWrapPolicy
@@ -142,7 +142,7 @@ def test_nothing_of_them_travels():
     lines = sum(flat.shard.numel() for unit in root_units(wrapped) for flat in unit.flat_params)
     assert lines * dist.get_world_size() < sum(p.numel() for p in gated().parameters())
     largest = max(flat.shard.nbytes for unit in root_units(wrapped) for flat in unit.flat_params)
-    sizes = [size for method, size in counter.calls if method == "recv" and size != reach.FIRST_NBYTES]
+    sizes = [size for method, size in counter.calls if method == "recv" and size != exchange.FIRST_NBYTES]
     assert max(sizes, default=0) <= largest * 3
     (first, *_) = ignored_params_of(wrapped)
     every = mean_over_ranks(first.grad)
