@@ -22,7 +22,7 @@ from fairshard.checks.block_state import check_blocks
 from fairshard.checks.order_check import OrderCheck
 from fairshard.engine.root import Root, every_root
 from fairshard.engine.unit import Unit
-from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimizerError
+from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimizerError, TrainingStateError
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.rule import GradHome
 from fairshard.params.slot import ParamSlot
@@ -176,9 +176,30 @@ def check_cpu_steps(optimizer_class: type, units: list[Unit]) -> None:
             )
 
 
+def _refuse_inside_forward(optimizer: Optimizer) -> None:
+    """Raise if a forward of a unit is running that would go on with the old weights after the step.
+
+    Raises:
+        TrainingStateError: names the unit.
+    """
+    if all(root.engine.is_between_passes for root in every_root()):
+        return
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for root in _stepped_roots(optimizer):
+        for unit in root.units:
+            if unit.open_calls and any(id(one.shard) in stepped for fp in unit.flat_params for one in fp.stepped):
+                raise TrainingStateError(
+                    "An optimizer must step a unit outside of the unit's forward, but "
+                    f"{type(optimizer).__name__} steps inside the forward of unit `{unit.fqn or 'root'}`, whose later calls "
+                    "would compute with the old weights. Step after the forward, or shard each module that is called "
+                    "in it as a unit of its own (with Lightning, call `wrap` or `fully_shard` in `configure_model`)."
+                )
+
+
 @untraced
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     _watch_copies()
+    _refuse_inside_forward(optimizer)
     seen = _num_sharded, sum(len(group["params"]) for group in optimizer.param_groups)
     if optimizer not in _clean or _clean[optimizer][0] != seen:
         _check(optimizer)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fairshard.engine.plan import Last, Plan
+from fairshard.engine.plan import Plan
 from fairshard.engine.record import CallRecord, Pass
 from fairshard.engine.residency import Event
 from fairshard.engine.schedule import Kind
@@ -54,14 +54,18 @@ class Backward:
 
     Attributes:
         passes: those that a later backward may reach, too.
+        reached: the models that the backward of any rank reaches, beginning with that in which it began on this one.
         used: units that this rank has computed with, since their last free.
         outer: the backward inside of which this one began, if any.
         task: returns None once the graph task has ended; after an exception the task ends without calling `end`.
     """
 
-    def __init__(self, roots: Sequence[Any], passes: Sequence[Pass[Unit]], kept: list[Last], outer: Any = None) -> None:
+    def __init__(
+        self, first: Any, roots: Sequence[Any], passes: Sequence[Pass[Unit]], outer: Backward | None = None
+    ) -> None:
+        self.reached = [first]
         self.roots, self.passes, self.outer = roots, list(passes), outer
-        self._plan = Plan(roots, passes, kept)
+        self._plan = Plan(roots, passes, roots[0].kept)
         self.units = self._plan.units
         self._cursor, self._passed = 0, -1
         self._run_again: dict[int, int] = {}  # number of calls that a checkpoint has run again, by segment
@@ -94,8 +98,12 @@ class Backward:
         at_end_of_task(end)
         return self._agree(problem, is_restricted)
 
-    def follow(self) -> None:
-        """Serve the whole backward on a rank that computes nothing, and send only the gradients that it has kept."""
+    def follow(self, resident: bytes) -> None:
+        """Serve the whole backward on a rank that computes nothing, and send only the gradients that it has kept.
+
+        ``resident``: for each unit, whether the ranks that compute hold it gathered.
+        """
+        self._plan.resident = resident
         self._agree(None, is_restricted=False)
         self.finish()
         for unit in self.units:
@@ -105,6 +113,7 @@ class Backward:
         problem = problem or self._problem()
         alive = self._plan.agree(problem, is_restricted)
         self._is_broken = False
+        self.reached = list(dict.fromkeys([*self.reached, *self._plan.reached]))
         return alive
 
     def _problem(self) -> Exception | None:

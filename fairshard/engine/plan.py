@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fairshard.engine.exchange import ASSUMED, DIFFERENT, PROBLEM, Answers, Peers, agree_on
+from fairshard.engine.exchange import ASSUMED, DIFFERENT, DOUBTFUL, PROBLEM, Answers, Peers, agree_on
 from fairshard.engine.record import CallRecord, Pass, Sight
 from fairshard.engine.schedule import CallPlace, Schedule, UnitRule, build
 from fairshard.engine.unit import Unit
@@ -21,6 +21,14 @@ from fairshard.utils.autograd import reaches
 from fairshard.utils.collectives import Communicator
 
 _MAX_KEPT = 4  # kinds of backwards that take turns, as in a GAN
+
+
+def holds_for_all(unit: Unit) -> bool:
+    """Whether ``unit`` is gathered, which all ranks know.
+
+    With one rank a gather costs nothing, and ranks that hold replicas of it may differ.
+    """
+    return unit.is_gathered and unit.root.shards[unit] > 1
 
 
 @dataclass(eq=False)
@@ -33,7 +41,7 @@ class Calls:
         places: the place of each call.
         events: as in `Pass.events`, but numbered across all passes.
         empty: calls of units without elements; they may differ between ranks, and are in no schedule.
-        peers: the groups of ranks that the calls concern; ``digests``: for each, its calls as bytes.
+        peers: the groups of ranks that the calls concern; ``digests``: for each, a hash of its calls.
     """
 
     key: Any
@@ -42,7 +50,7 @@ class Calls:
     events: list[int] = field(default_factory=list)
     empty: set[int] = field(default_factory=set)
     peers: list[Peers] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -64,6 +72,7 @@ class Plan:
         own_segments: the checkpoints that this rank runs again.
         stops: for each step of the schedule, 1 if it is a mark that this rank's autograd has to pass.
         listed: the units in the schedule.
+        reached: the models that the backward of any rank reaches.
         is_assumed: whether leaves count as reached that may turn out not to be.
         sends: whether any gradient is sent or kept.
     """
@@ -78,6 +87,8 @@ class Plan:
         self.own, self.own_segments = Answers(), set[int]()
         self.schedule, self.listed = Schedule(), frozenset[Unit]()
         self.stops: Sequence[int] = ()
+        self.reached: list[Any] = []
+        self.resident = b""  # for each unit, whether it is gathered on all ranks
         self.unseen: set[Unit] = set()  # units that it reaches, but not through hooks
         self.is_assumed = self.sends = False
 
@@ -99,12 +110,19 @@ class Plan:
         known = self._known
         self._answer(is_restricted)
         agreed = Answers(bytearray(self.own.calls), bytearray(self.own.leaves), bytearray(self.own.alive))
-        hashes = [self._hash(*pair) for pair in zip(known.peers, known.digests, strict=True)]
+        histories = [self._history(one, self._roots) for one in known.peers]
         flags = (PROBLEM if problem is not None else 0) | (ASSUMED if self.is_assumed else 0)
-        flags = agree_on(agreed, known.peers, hashes, flags)
+        flags = agree_on(agreed, known.peers, [*zip(known.digests, histories, strict=True)], flags)
+        reached = {call.unit.root for call, is_reached in zip(self.calls, agreed.calls, strict=True) if is_reached}
+        self.reached = [root for root in self._roots if root in reached]
+        differing = self._roots
+        if flags & DOUBTFUL and not flags & (PROBLEM | DIFFERENT):  # what it does not reach may differ
+            differing = self.reached
+            histories = [self._history(one, self.reached) for one in known.peers]
+            again = [one._replace(calls=(), leaves=(), alive=()) for one in known.peers]
+            flags |= DIFFERENT if agree_on(Answers(), again, [(0, number) for number in histories], 0) & DOUBTFUL else 0
         if flags & DIFFERENT:
-            for root in self._roots:
-                root.raise_difference()
+            differing[0].raise_difference()
         if flags & PROBLEM:
             comms = [peers.comm for peers in known.peers]
             texts = [text for comm in comms for text in comm.gather_objects("" if problem is None else str(problem))]
@@ -165,8 +183,8 @@ class Plan:
         return Peers(comm, calls, leaves, sorted({made.places[call].forward for call in calls}))
 
     @staticmethod
-    def _digest(peers: Peers, made: Calls) -> bytes:
-        """The calls that must be the same on all ranks, as bytes: units, checkpoints, forwards."""
+    def _digest(peers: Peers, made: Calls) -> int:
+        """A hash of the calls, which must be the same on all ranks: units, checkpoints, forwards."""
         counted = set(peers.calls)
         numbers = [len(peers.leaves)]
         forwards: dict[int, int] = {}
@@ -177,15 +195,16 @@ class Plan:
                 unit, forward, segment = made.places[call]
                 place = segments.setdefault(segment, len(segments)) if segment >= 0 else -1
                 numbers += [unit if event >= 0 else ~unit, place, forwards.setdefault(forward, len(forwards))]
-        return array("q", numbers).tobytes()
+        return _hash(numbers)
 
-    def _hash(self, peers: Peers, digest: bytes) -> int:
-        """A hash of what must be the same on all ranks: calls, ``no_sync``, and what observers know."""
-        numbers: list[int] = [unit.sync for unit in self.units if peers.comm in unit.root.comms_of[unit]]
-        for root in self._roots:
+    @staticmethod
+    def _history(peers: Peers, roots: Sequence[Any]) -> int:
+        """A hash of what must be the same on all ranks besides the calls: ``no_sync``, and what observers know."""
+        numbers: list[int] = []
+        for root in roots:
+            numbers += [unit.sync for unit in root.units if peers.comm in root.comms_of[unit]]
             numbers += root.history(peers.comm)
-        content = digest + array("q", numbers).tobytes()
-        return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
+        return _hash(numbers)
 
     # ---- what this rank reaches
 
@@ -269,8 +288,7 @@ class Plan:
             (unit.unshard_in_backward, unit.rule, unit.keeps, unit.is_outermost, unit.prefetch.ahead_in_backward)
             for unit in self.units
         ]
-        # With one rank a gather costs nothing, and ranks that hold replicas of it may differ.
-        resident = bytes([unit.is_gathered and unit.root.shards[unit] > 1 for unit in self.units])
+        resident = self.resident or bytes(map(holds_for_all, self.units))
         key = self._known, agreed.calls, resident, owed, rules
         if last.key != key:
             ruled = tuple(map(self._rule, self.units))
@@ -313,7 +331,7 @@ class Plan:
             for flat_param in unit.flat_params:
                 found.leaves += flat_param.contributed
         peers = [one._replace(calls=(), alive=()) for one in self._known.peers]
-        agree_on(found, peers, [0] * len(peers), 0)
+        agree_on(found, peers, [(0, 0)] * len(peers), 0)
         return found.leaves
 
     def _bucketed(self, root: Any) -> list[Any]:
@@ -325,3 +343,7 @@ class Plan:
             for flat_param in unit.flat_params
             if flat_param.is_owed and flat_param.hook is None and flat_param.comms.num_ranks > 1
         ]
+
+
+def _hash(numbers: Sequence[int]) -> int:
+    return int.from_bytes(hashlib.blake2b(array("q", numbers).tobytes(), digest_size=8).digest(), "big")

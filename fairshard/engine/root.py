@@ -246,19 +246,20 @@ class Engine:
         outer = self.backward
         if self._running is not None:  # inside of a forward
             self.record.add(self._running.record.cut())
-        problem = None
         passes = [one for one in self.record.passes if not first.is_alone or one.goes_only_through(first.units)]
         reached = {call.unit.root: None for one in passes for call in one.calls} | {first: None}
         roots = sorted(reached, key=lambda root: root.number)
-        for root in roots:
-            try:
-                root.begin_backward(passes)
-            except Exception as error:
-                problem = problem or error
-        backward = Backward(roots, passes, roots[0].kept, outer)
+        try:
+            first.begin_backward(passes)
+            problem = None
+        except Exception as error:
+            problem = error
+        backward = Backward(first, roots, passes, outer)
         self._set_backward(backward)
         self.record.passes = [one for one in self.record.passes if one not in passes]
         backward.passes = backward.begin(self._end_backward, problem, is_restricted)
+        for root in backward.reached[1:]:
+            root.begin_backward(passes)
         return backward
 
     def _end_backward(self) -> None:
@@ -270,7 +271,7 @@ class Engine:
             root.end_backward(backward)  # may raise what a user's hook on gradients raises: then `reset` follows
         backward.retract()
         self._leave_backward(backward)
-        for root in backward.roots:
+        for root in backward.reached:
             root.notify_end(backward)
 
     def is_over(self, backward: Backward) -> bool:
@@ -281,12 +282,15 @@ class Engine:
         """
         return backward.task() is None or (current_task() == NO_BACKWARD and self._thread == threading.get_ident())
 
-    def follow(self, root: Root, passes: list[Pass[Unit]]) -> None:
-        """Serve a whole backward of ``passes`` through ``root`` that other ranks compute and this one does not."""
-        backward = Backward([root], passes, [])
+    def follow(self, root: Root, passes: list[Pass[Unit]], resident: bytes = b"") -> None:
+        """Serve a whole backward of ``passes`` through ``root`` that other ranks compute and this one does not.
+
+        ``resident``: see `Backward.follow`.
+        """
+        backward = Backward(root, [root], passes)
         self._set_backward(backward)
         try:
-            backward.follow()
+            backward.follow(resident)
             root.finish_grads()
         finally:
             self._leave_backward(backward)

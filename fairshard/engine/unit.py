@@ -227,9 +227,9 @@ class Unit:
 
     def begin_pass(self) -> None:
         """The first call of a pass through the model begins: read values, flags and settings."""
-        self.settle()
         self._read_shards()
-        self.on(Event.PASS_BEGINS)
+        self.on(Event.PASS_BEGINS)  # by the settings of the pass that has gathered
+        self.settle()
         if self.members is not None:
             self.members.begin_pass()
 

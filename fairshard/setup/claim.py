@@ -161,7 +161,8 @@ def roots_below(module: nn.Module) -> list[Root]:
     for _, part in walk(module):
         unit = unit_of(part)
         if unit is not None:
-            unit.unpin()
+            if unit.is_pinned and not unit.open_calls:
+                unit.unpin()
             roots[unit.root or claim(part)] = None
     return list(roots)
 

@@ -1,5 +1,7 @@
 """Methods that change whole parameters, called on a sharded module: refused by name with the cure, or as in torch."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -86,19 +88,17 @@ def test_resetting_dtensors_works():
 @on_ranks(2)
 def test_tying_flattened_weights_is_refused():
     """torch's TypeError about a placeholder becomes an error that says to tie first."""
-    for is_tied in (False, True):
-        model = sharded("flat", has_run=False, is_tied=is_tied)
+    for is_tied, has_run in itertools.product((False, True), repeat=2):
+        model = sharded("flat", has_run, is_tied=is_tied)
         with pytest.raises(ParameterShardedError, match=r"`tie_weights` of.*Language.*before sharding"):
             model.tie_weights()
 
 
 @on_ranks(2)
-@DOORS
+@pytest.mark.parametrize("door", ["orig_params", "fully_shard"])
 def test_tying_again_what_was_tied_before_sharding_is_allowed(door):
-    """Where modules hold parameters, nothing changes; gathered ones included."""
+    """Where modules hold parameters, nothing changes, also after a forward."""
     for has_run in (False, True):
-        if door == "flat" and not has_run:
-            continue
         model = sharded(door, has_run, is_tied=True)
         model.tie_weights()
         model(IDS).sum().backward()

@@ -262,17 +262,18 @@ def test_only_what_is_reached_has_a_placeholder(door):
 @pytest.mark.parametrize("to_none", [True, False])
 def test_an_interrupted_pass_spoils_the_sums_that_it_has_added_to(door, to_none):
     """A ``no_sync`` backward that raises has added to some units only: steps raise until gradients are zeroed."""
-    plain = mlp(4, 5, 3)
+    plain = mlp(4, 5, 4, 3)
     model = copy.deepcopy(plain)
     if door == "in place":
-        fully_shard(model[2])
+        for index in (2, 4):
+            fully_shard(model[index])
     model = DOORS[door](model)
     optimizer = sgd(model.parameters())
     with no_sync(model):
         loss_of(model, 0).backward()
         handle = model[1].register_forward_hook(lambda module, args, out: out.register_hook(_fail) and None)
         with pytest.raises(KeyError):
-            loss_of(model, 1).backward()  # the last Linear has kept its gradient
+            loss_of(model, 1).backward()  # the last Linear has kept its gradient when the one before it is reached
         handle.remove()
         loss_of(model, 2).backward()
     loss_of(model, 3).backward()

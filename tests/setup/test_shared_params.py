@@ -92,7 +92,11 @@ def test_training(options):
 @on_ranks(2, in_full(1))
 @pytest.mark.parametrize("checkpointing", ["reentrant", "not_reentrant"])
 def test_recomputed_and_accumulated(checkpointing):
-    """Training is exact with activation checkpoints, and with a ``no_sync`` pass before each pass that reduces."""
+    """Training is exact with activation checkpoints, and with a ``no_sync`` pass before each pass that reduces.
+
+    Reentrant checkpoints add each use to the gradient on its own: plain training adds those of the second pass one by
+    one to the sum of the first, a unit adds their sum.
+    """
     plain = tied(checkpointing=checkpointing)
     wrapped = wrap(copy.deepcopy(plain))
     steps = [(model, sgd(model)) for model in (plain, wrapped)]
@@ -108,7 +112,8 @@ def test_recomputed_and_accumulated(checkpointing):
                 average_grads_(plain.parameters())
             optimizer.step()
             optimizer.zero_grad()
-    assert_same_state(wrapped.state_dict(), plain.state_dict())
+    exact = {"rtol": 0, "atol": 0} if checkpointing == "not_reentrant" else {"rtol": 1e-6, "atol": 1e-7}
+    torch.testing.assert_close(wrapped.state_dict(), dict(plain.state_dict()), **exact)
 
 
 @on_ranks(2)

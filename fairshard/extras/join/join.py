@@ -24,6 +24,7 @@ import torch
 from fairshard.checks.nan_check import NanCheck
 from fairshard.checks.order_check import OrderCheck
 from fairshard.engine.observer import Observer
+from fairshard.engine.plan import holds_for_all
 from fairshard.engine.record import CallRecord, Pass
 from fairshard.engine.residency import Event
 from fairshard.engine.root import Root
@@ -143,7 +144,12 @@ class Join(Observer):
 
     def backward_begins(self, passes: Sequence[Pass[Unit]]) -> None:
         """A backward of ``passes`` begins: send them to ranks that are done, which execute the same schedule."""
-        self.announce_call("backward", lambda: (self._described(passes), [unit.sync for unit in self._units]))
+        self.announce_call(
+            "backward",
+            lambda: (
+                self._described(passes), [unit.sync for unit in self._units], bytes(map(holds_for_all, self._units)),
+            ),
+        )  # fmt: skip
         self._divide()
 
     def _described(self, passes: Sequence[Pass[Unit]]) -> list[tuple[list[int], list[tuple[int, int]]]]:
@@ -275,7 +281,7 @@ class Join(Observer):
             action()
 
     def _join_backward(
-        self, described: list[tuple[list[int], list[tuple[int, int]]]], syncs: list[bool]
+        self, described: list[tuple[list[int], list[tuple[int, int]]]], syncs: list[bool], resident: bytes
     ) -> Callable[[], object]:
         units = self._root.units
         passes = []
@@ -285,16 +291,16 @@ class Join(Observer):
             one.num_segments = 1 + max(segment for _, segment in calls)
             one.end()
             passes.append(one)
-        return partial(self._follow_backward, passes, syncs)
+        return partial(self._follow_backward, passes, syncs, resident)
 
-    def _follow_backward(self, passes: list[Pass[Unit]], syncs: list[bool]) -> None:
+    def _follow_backward(self, passes: list[Pass[Unit]], syncs: list[bool], resident: bytes) -> None:
         self._is_inside = self._is_in_backward = True
         self._divide()
         before = [unit.sync for unit in self._units]
         for unit, sync in zip(self._units, syncs, strict=True):
             unit.sync = sync
         try:
-            self._root.engine.follow(self._root, passes)
+            self._root.engine.follow(self._root, passes, resident)
         finally:
             for unit, sync in zip(self._units, before, strict=True):
                 unit.sync = sync
