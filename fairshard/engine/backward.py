@@ -279,8 +279,6 @@ class Backward:
         bucketers = [root.shared.bucketer for root in self.roots]
         for root in self.roots:
             root.shared.reduce_stream.record().wait()  # it may still add to the gradients that are read next
-            if not self._is_broken:
-                root.shared.bucketer.land()  # what was sent counts as added: timing must not decide
         for unit in self.units:
             unit.stop_computing()
             for flat_param in unit.flat_params:

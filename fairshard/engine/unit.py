@@ -343,7 +343,7 @@ class Unit:
             if not flat_param.is_owed:
                 continue
             if self.sync:
-                flat_param.num_sent += 1
+                flat_param.note_sent()
                 bucketer.reduce(flat_param, yields)
             else:
                 flat_param.accumulate()

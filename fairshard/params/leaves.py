@@ -284,6 +284,11 @@ class Leaves:
         """The names of the objects in `stepped`; each has its own gradient."""
         return [one.name for one in self.stepped]
 
+    def note_sent(self) -> None:
+        """The gradients are sent to be reduced."""
+        self.num_sent += 1
+        self.grad.note_sent()
+
     def drop_grads(self) -> None:
         """Drop what an interrupted backward has left on the leaves."""
         self.num_sent = 0

@@ -96,7 +96,7 @@ class ShardGrad:
 
     Attributes:
         pending: what no backward has reduced yet, or an exception has left incomplete; None: nothing.
-        landed: what the running backward has added; None: nothing.
+        landed: to what the running backward has added, or has sent sums that will be added; None: to nothing.
     """
 
     pending: PendingGrads | None = None
@@ -197,6 +197,12 @@ class ShardGrad:
             return
         host = self._take_buffer()
         self.flights.append(_Flight(host, self.transfers.copy(reduced, host), reached))
+
+    def note_sent(self) -> None:
+        """A sum is sent: if the backward raises before it arrives, it counts as added. Copies to the host do not."""
+        shown = () if self._home is GradHome.HOST else self.shown
+        if any(grad is not None for grad in shown):
+            self.landed = Landed(shown)
 
     def retract(self, reached: bytearray) -> None:
         """Drop the gradient if the last backward created it but has not ``reached`` any of its parameters."""

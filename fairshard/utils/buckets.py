@@ -302,15 +302,11 @@ class Bucketer:
         for bucket in {id(bucket): bucket for bucket, _ in self._place.values()}.values():
             if bucket.is_open and all(bucket is not flying for flying, _, _ in self._flying):
                 self.launch(bucket)
-        self.land()
+        while self._flying:
+            self._land()
         error, self._error = self._error, None
         if error is not None and not self.drops:
             raise error
-
-    def land(self) -> None:
-        """Wait for all sums in flight."""
-        while self._flying:
-            self._land()
 
     def reset(self) -> None:
         """Drop the buckets of an interrupted backward, after waiting for those in flight."""

@@ -106,10 +106,10 @@ def test_graphs_of_the_model_that_lost_a_unit_are_still_right(door, order):
             loss.backward()
     params = dict.fromkeys(param for head in (actor, critic) for param in head.parameters())
     ours = sum(whole_square(param.grad) for param in params)
-    theirs = torch.zeros(())
+    theirs = torch.zeros((), device=rank_device())
     for param in dict.fromkeys(param for head in plain for param in head.parameters()):
         dist.all_reduce(param.grad)
-        theirs += (param.grad / dist.get_world_size()).square().sum().cpu()
+        theirs += (param.grad / dist.get_world_size()).square().sum()
     torch.testing.assert_close(ours, theirs)
 
 
