@@ -24,8 +24,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The most that one must know to know a module: the figures of all files that it reaches, which
 # `python -m tests.kit.gauge MODULE` prints. A limit may only fall: lower it in the commit that makes the code smaller.
 LIMITS = {
-    "fairshard.engine.root": Figures(statements=5890, branches=1884, shared=162, flags=113, patches=1),
-    "fairshard.nn.data_parallel.running": Figures(statements=9535, branches=3217, shared=204, flags=128, patches=2),
+    "fairshard.engine.root": Figures(statements=4164, branches=1323, shared=117, flags=69),
+    "fairshard.nn.data_parallel.running": Figures(statements=8802, branches=2944, shared=168, flags=118, patches=1),
 }
 
 UTILS = "fairshard.utils"
@@ -45,7 +45,6 @@ EXCEPTIONS: dict[str, set[str]] = {
     "fairshard.nn.wrap": {f"{EXTRAS}.planning.{name}" for name in ("describe", "memory", "wrap_plan")},
     "fairshard.optim": {f"{EXTRAS}.muon.muon"},
     "fairshard.optim.sharded_grad_scaler": {f"{EXTRAS}.join.optimizers"},
-    "fairshard.setup.claim": {f"{EXTRAS}.observe.profile_regions"},
 }
 
 # Files that still import each other, directly or not.
@@ -433,15 +432,21 @@ def test_every_public_name_has_a_docstring():
 
 
 def test_python_is_clean_of_debugging():
-    """No ``print`` outside the command line, no ``breakpoint``, no empty ``except``."""
+    """No ``print`` outside the command line and ``python -m``, no ``breakpoint``, no empty ``except``."""
     for path in FILES:
-        in_cli = module_name(path).startswith("fairshard.cli")
+        prints = module_name(path).startswith("fairshard.cli")
+        last = tree_of(path).body[-1:]
+        as_script = {node for each in last if _asks_for_main(each) for node in ast.walk(each)}
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call):
                 assert dotted(node.func) != "breakpoint", f"{path}:{node.lineno}"
-                assert in_cli or dotted(node.func) != "print", f"{path}:{node.lineno}"
+                assert prints or node in as_script or dotted(node.func) != "print", f"{path}:{node.lineno}"
             if isinstance(node, ast.ExceptHandler):
                 assert node.type is not None, f"{path}:{node.lineno}"
+
+
+def _asks_for_main(node):
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
 
 
 def test_torch_is_recent_enough():

@@ -63,9 +63,9 @@ class Now(NamedTuple):
     awaited: bool = False  # another backward of the same forwards follows, and this one has not reached it
 
 
-def action(state: State, event: Event, keeps: Keeps, now: Now) -> Action:
-    """What the engine does with a unit in ``state`` at ``event``."""
-    here = state is not State.SHARDED
+def action(memory: State, event: Event, keeps: Keeps, now: Now) -> Action:
+    """What the engine does with a unit in state ``memory`` at ``event``."""
+    here = memory is not State.SHARDED
     if event is Event.ENTER:
         return Action.NOTHING if here and (now.open_calls or not now.stale) else Action.GATHER
     if event is Event.NEEDED or event is Event.UNSHARD:
@@ -75,7 +75,7 @@ def action(state: State, event: Event, keeps: Keeps, now: Now) -> Action:
     elif event is Event.LEAVE:
         frees = keeps.reshard_after_forward and not (now.outermost or (now.recorded and now.hidden))
     elif event is Event.PASS_ENDS:
-        frees = state is State.GATHERING or not (now.recorded or now.pinned)
+        frees = memory is State.GATHERING or not (now.recorded or now.pinned)
     elif event is Event.DONE:
         frees = keeps.reshard_after_backward and not now.hidden
     elif event is Event.BACKWARD_ENDS:

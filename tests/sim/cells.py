@@ -113,16 +113,9 @@ CELLS = [
     cell("state-rank0", "state_rank0"),
     cell("scalars", "scalars"),
     cell("bucketer", "bucketer"),
-    cell("two-streams", "two_streams"),
-    cell("two-streams-offload", "two_streams", "small_buckets", placement="offload", precision="bf16"),
-    cell("fully_shard-two-streams", "two_streams", "accumulate", door="fully_shard"),
-    cell("two-streams-shared", "two_streams", "shared_block"),
-    cell("two-streams-kept", "two_streams", "shared_block", "keeps_gathered"),
-    cell("fully_shard-two-streams-shared", "two_streams", "shared_block", door="fully_shard", precision="bf16"),
     cell("own-stream", "own_stream", "small_buckets"),
     cell("own-stream-raises", "own_stream", "small_buckets", "raises", "accumulate"),
-    cell("two-streams-raise", "two_streams", "small_buckets", "raises", "accumulate"),
-    cell("own-two-streams", "own_stream", "two_streams", "no_sync", door="orig"),
+    cell("own-stream-orig", "own_stream", "no_sync", door="orig"),
     cell("fully_shard-own-stream-offload", "own_stream", "clip", door="fully_shard", placement="offload"),
 ]
 BY_NAME = {each.name: each for each in CELLS}

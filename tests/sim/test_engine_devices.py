@@ -1,11 +1,13 @@
 """What the engine knows about accelerators, asked of the simulated one."""
 
+import contextlib
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from fairshard.errors import TrainingStateError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.nn.wrap import describe
@@ -142,3 +144,21 @@ def test_gathered_bytes_are_copied_to_a_dtype_of_one_byte():
     expected = layer(x)
     layer.weight = nn.Parameter(InBytes(layer.weight.detach()))
     assert torch.equal(fully_shard(layer)(x), expected)
+
+
+@on_sim(2)
+def test_a_second_stream_is_refused():
+    """A forward on another stream than that of the first one raises, naming both; the first stream works on."""
+    model = fully_shard(nn.Linear(4, 4))
+    own, other = torch.Stream("sim"), torch.Stream("sim")
+    own.wait_stream(torch.accelerator.current_stream())
+    x = torch.ones(2, 4)
+    with own:
+        model(x).sum().backward()
+    for stream in (other, contextlib.nullcontext()):
+        with stream, pytest.raises(TrainingStateError, match=rf"one stream, .*{own.stream_id}, .* unit `root`"):
+            model(x)
+    with own:
+        model(x).sum().backward()
+    torch.accelerator.current_stream().wait_stream(own)
+    assert model.weight.grad.to_local().unique().tolist() == [4.0]  # two backwards of two rows each

@@ -39,24 +39,20 @@ MEDIUM_MB = 1400 / 2**20  # two blocks, of 672 bytes each on two ranks
 class Net(nn.Module):
     """Residual blocks between two Linears; ``checkpoints`` recomputes the blocks in the backward.
 
-    On a ``side`` stream all blocks but the last compute beside the last one; if one is ``shared``, also the first.
     If it ``writes``, it writes to each block just before it calls it.
     """
 
     writes = False
 
-    def __init__(self, checkpoints=False, num_blocks=3, side=None, shared=False):
+    def __init__(self, checkpoints=False, num_blocks=3):
         super().__init__()
         self.checkpoints = checkpoints
-        self.side, self.shared = side, shared
         self.first = nn.Linear(4, DIM)
         self.blocks = nn.ModuleList(Block(DIM) for _ in range(num_blocks))
         self.last = nn.Linear(DIM, 3)
 
     def forward(self, x):
         x = self.first(x)
-        if self.side is not None:
-            return self.last(self._on_two_streams(x))
         for block in self.blocks:
             if self.writes:
                 with torch.no_grad():
@@ -64,21 +60,6 @@ class Net(nn.Module):
                         _own(param).mul_(0.99)
             x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
         return self.last(x)
-
-    def _on_two_streams(self, x):
-        *beside, own = self.blocks
-        current, y = torch.accelerator.current_stream(), x.detach()
-        self.side.wait_stream(current)
-        y.record_stream(self.side)
-        if self.shared:
-            x = beside[0](x)
-        with self.side:
-            for block in beside:
-                y = block(y)
-        x = own(x)
-        current.wait_stream(self.side)
-        y.record_stream(current)
-        return x * y  # of a sum both would get one gradient, to which autograd adds in place, on either stream
 
 
 def build(cell):
@@ -88,9 +69,8 @@ def build(cell):
         mesh = init_device_mesh(rank_device().type, (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
         net = parallel.parallelized(mesh, device=rank_device())
         return parallel.sharded(fully_shard, net, mesh["dp"])
-    side = torch.Stream(rank_device()) if "two_streams" in cell.ways else None
     num_blocks = 4 if "medium_buckets" in cell.ways else 3
-    net = Net("checkpoints" in cell.ways, num_blocks, side, "shared_block" in cell.ways).to(rank_device())
+    net = Net("checkpoints" in cell.ways, num_blocks).to(rank_device())
     net.writes = "writes_in_forward" in cell.ways
     if "subclass" in cell.ways:
         blocks = [subclass_weights.Block(DIM, DIM, seed, kinds=(subclass_weights.Half,)) for seed in range(3)]
@@ -229,7 +209,9 @@ def train(cell, folder=None):
     scaler = scaler_class(rank_device().type, init_scale=1024.0, enabled=bool({"scaler", "torch_scaler"} & cell.ways))
     data = batches(cell, 2 * NUM_STEPS)
     results, kept = [], contextlib.ExitStack()
-    with torch.no_grad():
+    stream = torch.Stream(rank_device()) if "own_stream" in cell.ways else torch.accelerator.current_stream()
+    stream.wait_stream(torch.accelerator.current_stream())
+    with stream, torch.no_grad():
         model(data[0][0])  # what is built at the first pass waits for the device; the steps must not
     with kept:
         if "few_kept" in cell.ways:
@@ -238,8 +220,6 @@ def train(cell, folder=None):
         if "join" in cell.ways:
             kept.enter_context(model.join())
             data = data[: len(data) - 2 * dist.get_rank()]
-        stream = torch.Stream(rank_device()) if "own_stream" in cell.ways else torch.accelerator.current_stream()
-        stream.wait_stream(torch.accelerator.current_stream())
         for step in range(len(data) // 2):
             with stream:
                 results += _step(cell, model, optimizer, scaler, data[2 * step : 2 * step + 2])
