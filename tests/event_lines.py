@@ -85,7 +85,8 @@ def order(model, expected):
     with observe(model, events.append):
         yield
     events = [event for event in events if event.event in _SIGNS]
-    assert " ".join(_SIGNS[event.event] + short(event.fqn) for event in events) == expected
+    found = " ".join(_SIGNS[event.event] + short(event.fqn) for event in events)
+    assert found == expected, f"found    {found}\nexpected {expected}"
     in_backward = "!" in expected
     for event in events:
         before = Phase.PRE_BACKWARD if event.event == "unshard" else Phase.POST_BACKWARD

@@ -119,7 +119,7 @@ def test_caches_are_looked_into(name, door):
             cache = net(input_ids=ids, use_cache=True).past_key_values
             losses.append(net(input_ids=ids[:, :1], past_key_values=cache).logits)
             assert cache.get_seq_length() == ids.shape[1] + 1
-    assert not any(unit.is_gathered or unit.is_held for _, unit in units_below(model))
+    assert not any(unit.is_gathered or unit.is_hidden for _, unit in units_below(model))
     for own, expected in zip(losses[:2], losses[2:], strict=True):
         torch.testing.assert_close(own, expected, rtol=0, atol=0)
 

@@ -19,9 +19,9 @@ class LateOptions:
 
     Attributes:
         keeps_across_passes: the next forward reuses parameters that a forward left gathered, unless an optimizer has
-            stepped or torch has counted a write to the shards. After several forwards, the backward of each one frees
-            them. If False, each forward gathers again, and parameters that a forward left gathered stay gathered until
-            all gradients are ready.
+            stepped the shards or torch has counted a write to them. After several forwards, the backward of each one
+            frees them. If False, each forward gathers again, and parameters that a forward left gathered stay gathered
+            until all gradients are ready.
     """
 
     disable_reshard_on_root: bool = True

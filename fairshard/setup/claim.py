@@ -17,6 +17,7 @@ from fairshard.engine.shared import Shared
 from fairshard.engine.tree import modules_of, unit_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, RanksDisagreeError
+from fairshard.extras.observe.profile_regions import ProfileStart
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.settings.config import check_param_dtype
 from fairshard.settings.groups import check_pairs, part_of
@@ -87,6 +88,7 @@ def claim(module: nn.Module) -> Root:
             ValuesCheck(units),
             OrderCheck(units, distinct),
             NanCheck(units, [*distinct, *_comms_of_dtensors(units)]),
+            ProfileStart(units),
         ],
     )
     own_modules: dict[Unit, list[nn.Module]] = {unit: [] for unit in units}

@@ -22,9 +22,9 @@ def gathers_of_a_step(model, x):
     model(x).sum().backward()
     gathered = []
 
-    def unshard(unit, **kwargs):
+    def unshard(unit, in_backward):
         gathered.append(not unit.is_gathered)
-        original(unit, **kwargs)
+        original(unit, in_backward)
 
     original = Unit.unshard
     with mock.patch.object(Unit, "unshard", unshard):

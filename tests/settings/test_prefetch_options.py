@@ -58,12 +58,15 @@ def test_forward_prefetch(choice, expected):
 @on_ranks(2)
 @pytest.mark.parametrize("choice", [PRE, POST, None])
 def test_backward_prefetch(choice):
-    """The next unit is gathered before the gradients of the current one, after them, or when its own turn begins."""
+    """The next unit is gathered before the gradients of the current one, or not before its own turn begins.
+
+    That the gradients of a unit are complete is known when the next turn begins: the Tanh before it comes first.
+    """
     log = backward_events(three(backward_prefetch=choice))
     before_turn = {
-        PRE: [("gather", 2), ("gather", 1), ("backward", 2), ("free", 2), ("tanh", 1), ("gather", 0)],
-        POST: [("gather", 2), ("backward", 2), ("free", 2), ("gather", 1), ("tanh", 1)],
-        None: [("gather", 2), ("backward", 2), ("free", 2), ("tanh", 1), ("gather", 1)],
+        PRE: [("gather", 2), ("gather", 1), ("backward", 2), ("tanh", 1), ("free", 2), ("gather", 0), ("backward", 1)],
+        POST: [("gather", 2), ("backward", 2), ("tanh", 1), ("free", 2), ("gather", 1), ("backward", 1)],
+        None: [("gather", 2), ("backward", 2), ("tanh", 1), ("free", 2), ("gather", 1), ("backward", 1)],
     }[choice]
     assert without(log, "forward")[: len(before_turn)] == before_turn
     assert most_gathered(log) == (2 if choice is PRE else 1)
@@ -71,18 +74,24 @@ def test_backward_prefetch(choice):
 
 
 @on_ranks(2)
-def test_each_unit_has_its_own_choice():
+@pytest.mark.parametrize(
+    ("last", "turns"),
+    [
+        (PRE, [("gather", 2), ("gather", 1), ("tanh", 1), ("tanh", 0), ("gather", 0)]),
+        (POST, [("gather", 2), ("tanh", 1), ("gather", 1), ("tanh", 0), ("gather", 0)]),
+    ],
+)
+def test_each_unit_has_its_own_choice(last, turns):
     """As in FSDP1, each unit uses its own prefetch setting, not the outermost unit's."""
     layers = mlp(4, 9, 7, 5)
     layers[0] = FSDP(layers[0], forward_prefetch=False, backward_prefetch=PRE)
     layers[2] = FSDP(layers[2], forward_prefetch=True, backward_prefetch=None)
-    layers[4] = FSDP(layers[4], forward_prefetch=True, backward_prefetch=POST)
+    layers[4] = FSDP(layers[4], forward_prefetch=True, backward_prefetch=last)
     model = FSDP(layers, forward_prefetch=False, backward_prefetch=None)
     with torch.no_grad():
         model(randn(3, 4))
     assert forward_events(model) == [*AT_CALL[:3], ("gather", 2), *AT_CALL[3::2]]
-    turns = [event for event in backward_events(model) if event[0] in ("gather", "tanh")]
-    assert turns == [("gather", 2), ("gather", 1), ("tanh", 1), ("tanh", 0), ("gather", 0)]
+    assert [event for event in backward_events(model) if event[0] in ("gather", "tanh")] == turns
 
 
 def trained(**kwargs):
@@ -175,7 +184,10 @@ def test_named_units_are_gathered_instead(when):
 
 @on_ranks(2)
 def test_named_units_come_where_the_default_is_off():
-    """Named units are gathered whatever the flags say: after the gradients with POST, else before the unit computes."""
+    """Named units are gathered whatever the flags say: after the gradients with POST, else before the unit computes.
+
+    With POST, too, all of them come before the next unit computes.
+    """
     model = three(forward_prefetch=False, backward_prefetch=None)
     model[0].set_modules_to_forward_prefetch([model[4]])
     model[4].set_modules_to_backward_prefetch([model[0]])
@@ -183,7 +195,10 @@ def test_named_units_come_where_the_default_is_off():
     assert backward_events(model)[:3] == [("gather", 2), ("gather", 0), ("backward", 2)]
     model = three(backward_prefetch=POST)
     model[4].set_modules_to_backward_prefetch([model[2], model[0]])
-    assert backward_events(model)[:5] == [("gather", 2), ("backward", 2), ("free", 2), ("gather", 1), ("gather", 0)]
+    assert backward_events(model)[:7] == [
+        *[("gather", 2), ("backward", 2), ("tanh", 1), ("free", 2)],
+        *[("gather", 1), ("gather", 0), ("backward", 1)],
+    ]
 
 
 @on_ranks(2)

@@ -128,9 +128,9 @@ class Observation:
         if root not in self._roots:
             self._roots.append(root)
             if all(other.engine is not root.engine for other in self._roots[:-1]):
-                self._tap(root.engine, "enter", self._on_enter)
-                self._tap(root.engine, "leave", self._on_leave)
-                self._tap(root.engine, "abort", self._on_abort)
+                self._tap_weakly(root.engine, "enter", self._on_enter)
+                self._tap_weakly(root.engine, "leave", self._on_leave)
+                self._tap_weakly(root.engine, "abort", self._on_abort)
             bucketer = root.shared.bucketer
             self._tap(bucketer, "launch", self._on_launch)
             self._tap(bucketer, "deliver", self._on_deliver)
@@ -138,6 +138,17 @@ class Observation:
 
     def _tap(self, owner: Any, name: str, around: Around, *first: Any) -> None:
         self._undo.append(tap(owner, name, lambda method, *args, **kwargs: around(method, *first, *args, **kwargs)))
+
+    def _tap_weakly(self, owner: Any, name: str, around: Around) -> None:
+        """Like `_tap`, for an ``owner`` that outlives the model: it does not keep a dropped observation alive."""
+        known = weakref.WeakMethod(around, lambda _: undo())
+
+        def call(method: Any, *args: Any) -> Any:
+            own = known()
+            return method(*args) if own is None else own(method, *args)
+
+        undo = tap(owner, name, call)
+        self._undo.append(undo)
 
     def _watch_optimizers(self) -> None:
         """Watch all optimizers, because torch only has global hooks; they do not keep a dropped observation alive."""

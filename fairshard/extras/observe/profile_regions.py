@@ -13,6 +13,7 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from fairshard.engine.call_hooks import Probe
+from fairshard.engine.observer import Observer
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
 from fairshard.extras.observe.method_tap import tap
@@ -30,6 +31,19 @@ def follow_profiler(root: Root) -> None:
             open_regions.pop().remove()
     elif all(regions.root() is not root for regions in open_regions):
         open_regions.append(ProfileRegions(root))
+
+
+class ProfileStart(Observer):
+    """Follows the profiler when a backward begins, which may be profiled alone."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._unit = weakref.ref(units[0])
+
+    def backward_begins(self, passes: Sequence[Any]) -> None:
+        """Open the regions before the first unit of the backward, or close them."""
+        unit = self._unit()
+        if unit is not None and (profiler._is_profiler_enabled or open_regions):
+            follow_profiler(unit.root)
 
 
 class ProfileRegions:
@@ -56,16 +70,17 @@ class ProfileRegions:
     """
 
     def __init__(self, root: Root) -> None:
-        self.root = weakref.ref(root)
+        self.root, self.engine = weakref.ref(root), weakref.ref(root.engine)
         self._unit_of: dict[Any, Unit] = {flat_param: unit for unit in root.units for flat_param in unit.flat_params}
         self._undo: list[Callable[[], None]] = []
-        for name, around in (
-            ("enter", _pre_forward),
-            ("leave", _post_forward),
-            ("reach", _reach),
-            ("_end_backward", _end_backward),
-        ):
-            self._undo.append(tap(root.engine, name, around))
+        if all(regions.engine() is not root.engine for regions in open_regions):  # models may share an engine
+            for name, around in (
+                ("enter", _pre_forward),
+                ("leave", _post_forward),
+                ("reach", _reach),
+                ("_end_backward", _end_backward),
+            ):
+                self._undo.append(tap(root.engine, name, around))
         for unit in root.units:
             if unit.flat_params:
                 self._watch(unit)

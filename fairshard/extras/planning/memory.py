@@ -237,9 +237,8 @@ class _Step:
             self._free(unit)
 
     def _backward(self, unit: PlannedUnit) -> None:
-        call = ~self._calls.pop()
         self._at = f"in the backward of {unit.fqn or 'the root'}"
-        self._walk(self.schedule.at[call])
+        self._walk(self.schedule.at[~self._calls.pop()])  # proves that the calls before are done
         for step in reversed(unit.steps):
             if isinstance(step, PlannedUnit):
                 self._backward(step)
@@ -247,7 +246,6 @@ class _Step:
             elif step.requires_grad and step not in self._has_grad:
                 self._has_grad.add(step)
                 self._add(WHOLE_GRADS, step.numel() * self._source_of[step].flat.compute_dtype.itemsize)
-        self._walk(self.schedule.done[call])
 
     def _gather(self, unit: PlannedUnit) -> None:
         if unit not in self._gathered:

@@ -172,7 +172,7 @@ def test_units_left_gathered_by_a_backward():
     model = stack(3)
     model.set_reshard_after_backward(False)
     optimizer = sgd(model)
-    for forward in (f"{FORWARD} -root", "-0 -1 -2 -root", f"{FORWARD} -root"):
+    for forward in (f"{FORWARD} -root", "-0 -1 -2 -root", f"-root -0 -1 -2 {FORWARD} -root"):
         with order(model, forward):
             loss = model(tokens()).sum()
         with order(model, "+root +2 +1 !2 +0 !1 !0 !root"):

@@ -70,7 +70,7 @@ SEVERAL = {
     # Kept units: arguments, whether later forwards reuse them, the later forward, its part of the backward
     "all": ({"reshard_after_forward": False}, True, "", without_unshards(BACK_THROUGH_LAYERS)),
     "root": ({}, True, FORWARD.removeprefix("+root "), BACK_THROUGH_LAYERS),
-    "root, few ranks": ({"reshard_after_forward": 2}, False, FORWARD, BACK_THROUGH_LAYERS),
+    "root, few ranks": ({"reshard_after_forward": 2}, False, f"-root {FORWARD}", BACK_THROUGH_LAYERS),
     "nothing": (ROOT_TOO, False, f"{FORWARD} -root", f"+root {BACK_THROUGH_LAYERS}"),
 }
 
@@ -79,6 +79,8 @@ SEVERAL = {
 @pytest.mark.parametrize("checkpointing", [None, "ours", pytest.param("torch's", marks=pytest.mark.full)])
 def test_several_forwards_before_one_backward(checkpointing):
     """The backward goes through the later forward, then gathers again and goes through the earlier one.
+
+    A forward frees what an earlier one has kept, unless it reuses it, before it gathers.
 
     Each layer is freed when the backward has finished its later call, though its gradients are not complete yet. The
     root, whose inputs have no gradients, is freed at the end. This holds in every iteration, even the first.
@@ -106,7 +108,7 @@ def test_several_forwards_before_one_backward(checkpointing):
 def test_three_forwards_before_one_backward():
     """All parts of the backward are alike; after a forward whose outputs are dropped, the backward is the usual one."""
     model = stack(3, **AS_CALLED)
-    with order(model, " ".join([FORWARD] * 3)):
+    with order(model, f"{FORWARD} -root {FORWARD} -root {FORWARD}"):
         losses = [model(tokens()).sum() for _ in range(3)]
     with order(model, " ".join([BACK_THROUGH_LAYERS] * 3) + " -root !root"):
         sum(losses).backward()
@@ -118,9 +120,9 @@ def test_three_forwards_before_one_backward():
 
 @on_ranks(2)
 def test_what_a_forward_keeps_stays_while_several_await_their_backward():
-    """By default a backward gathers no kept weight again; each forward gathers, because weights may change."""
+    """By default a backward gathers no kept weight again; each forward frees and gathers, as weights may change."""
     model = stack(3, reshard_after_forward=False, **AS_CALLED)
-    with order(model, "+root +0 +1 +2 +root +0 +1 +2"):
+    with order(model, "+root +0 +1 +2 -root -0 -1 -2 +root +0 +1 +2"):
         losses = model(tokens()), model(tokens())
     with order(model, "-2 !2 -1 !1 -0 !0 -root !root"):
         sum(losses).sum().backward()
@@ -128,7 +130,7 @@ def test_what_a_forward_keeps_stays_while_several_await_their_backward():
 
 @on_ranks(2)
 def test_what_serves_later_forwards_is_gathered_again_once_it_has_changed():
-    """After a write to the shards that torch counts, or a step of any optimizer, the next forward gathers."""
+    """After a write to the shards that torch counts, or a step with gradients, the next forward frees and gathers."""
     model = stack(3, reshard_after_forward=False, **AS_CALLED)
     keep_across_passes(model)
     optimizer = sgd(model)
@@ -138,18 +140,24 @@ def test_what_serves_later_forwards_is_gathered_again_once_it_has_changed():
     with torch.no_grad():
         for param in model.layers[1].parameters():
             param.mul_(2)
-    with order(model, "+1"):
+    with order(model, "-1 +1"):
         after = model(tokens())
     assert not torch.equal(after, before)
+    optimizer.step()  # without gradients
+    with order(model, ""):
+        assert torch.equal(model(tokens()), after)
+    model(tokens()).square().sum().backward()
+    with order(model, "+root +0 +1 +2"):  # the backward has freed all
+        assert torch.equal(model(tokens()), after)
     optimizer.step()
-    with order(model, "+root +0 +1 +2"):
-        assert torch.equal(model(tokens()), after)  # the step had no gradients
+    with order(model, "-root -0 -1 -2 +root +0 +1 +2"):
+        assert not torch.equal(model(tokens()), after)
 
 
 def keep_across_passes(model):
     """Make the next forward reuse the units that a forward leaves gathered."""
     for _, unit in units_below(model):
-        unit.config = replace(unit.config, late=replace(unit.config.late, keeps_across_passes=True))
+        unit.rule = replace(unit.rule, keeps_across_passes=True)
 
 
 @on_ranks(2)

@@ -119,7 +119,8 @@ def test_nothing_is_left_when_it_is_removed():
         assert not first
         units = [unit for _, unit in units_below(model)]
         grads = [flat_param.grad for unit in units for flat_param in unit.flat_params]
-        for watched in (*units, *grads, model._unit.root, model._unit.root.shared.bucketer):
+        root = model._unit.root
+        for watched in (*units, *grads, root, root.engine, root.shared.bucketer):
             assert not any(type(value).__module__ == method_tap.__name__ for value in vars(watched).values())
     assert hooks == (
         len(torch_optimizer._global_optimizer_pre_hooks),
@@ -147,6 +148,23 @@ def test_a_model_that_is_dropped_takes_its_observation_along():
         gc.collect()
     assert gone() is None
     assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks
+
+
+@on_ranks(1)
+def test_what_outlives_a_model_keeps_no_observation():
+    """The engine, which serves all models of its ranks, has no method of a dropped model's observation left."""
+    events = []
+    model = wrap_each(mlp(4, 4, 4))
+    observe(model, events.append)
+    with torch.no_grad():
+        model(randn(2, 4))
+    assert events
+    engine, gone = model._unit.root.engine, weakref.ref(model)
+    assert any(type(value).__module__ == method_tap.__name__ for value in vars(engine).values())
+    del model
+    gc.collect()
+    assert gone() is None
+    assert not any(type(value).__module__ == method_tap.__name__ for value in vars(engine).values())
 
 
 @on_ranks(2)
@@ -191,8 +209,7 @@ def test_a_pass_that_raises():
             hook.remove()
             turns = [event.event for event in events if event.event.startswith("forward")]
             assert turns.count("forward") == turns.count("forward_end")
-            with torch.no_grad():
-                model(randn(2, 4))  # cleans up and records the order again
+            model(randn(2, 4)).sum().backward()  # cleans up and records the order of forwards with gradients again
             events.clear()
             model(randn(2, 4)).sum().backward()
             assert [event[:3] for event in events] == expected

@@ -114,7 +114,7 @@ def test_nothing_is_wrapped_without_a_profiler(door):
         assert not open_regions
         assert len(events) == 2 * seen
     root = (model._unit if door == "wrapper" else model._fairshard_unit).root
-    for owner in (root, root.shared.bucketer, *root.units):
+    for owner in (root, root.engine, root.shared.bucketer, *root.units):
         assert not any(type(value).__name__ == "_Tap" for value in vars(owner).values())
     assert profiled(step) == expected
 
@@ -127,3 +127,26 @@ def test_a_profile_of_a_backward_alone_shows_it():
     names = [name for name, _ in profiled(loss.backward)]
     assert [f"pre_backward ({unit})" in names for unit in UNITS] == [True, True, False]
     assert all(f"post_backward ({unit})" in names for unit in UNITS)
+
+
+@on_ranks(2)
+def test_models_of_the_same_ranks_have_one_region_for_each_event():
+    """A profile of two models, which share an engine, shows each call and each end of a backward once."""
+    models = [sharded("wrapper") for _ in range(2)]
+
+    def run():
+        for model in models:
+            model(randn(3, 4)).square().sum().backward()
+
+    run()
+    for model in models:
+        model.zero_grad()
+    found = [name for name, _ in profiled(run)]
+    for phase in ("pre_forward", "post_forward", "pre_backward", "reduce_scatter"):
+        for unit in UNITS:
+            assert found.count(f"{phase} ({unit})") == 2, (phase, unit)
+    assert found.count("end_backward") == 2
+    assert len(open_regions) == 2
+    # The profile above would hide a region right inside another of the same name; a trace on disk shows both.
+    taps = [value for value in vars(models[0]._unit.root.engine).values() if type(value).__name__ == "_Tap"]
+    assert [len(each.arounds) for each in taps] == [1] * 4
