@@ -191,8 +191,8 @@ def _refuse_inside_forward(optimizer: Optimizer) -> None:
             if unit.open_calls and any(id(one.shard) in stepped for one in params):
                 raise TrainingStateError(
                     "An optimizer must step a unit outside of the unit's forward, but "
-                    f"{type(optimizer).__name__} steps inside the forward of unit `{unit.fqn or 'root'}`, whose later calls "
-                    "would compute with the old weights. Step after the forward, or shard each module called in "
+                    f"{type(optimizer).__name__} steps inside the forward of unit `{unit.fqn or 'root'}`, whose later "
+                    "calls would compute with the old weights. Step after the forward, or shard each module called in "
                     "it as a unit of its own (with Lightning, call `wrap` or `fully_shard` in `configure_model`)."
                 )
 
