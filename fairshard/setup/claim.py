@@ -43,9 +43,9 @@ def claim(module: nn.Module) -> Root:
             `RanksDisagreeError` on all.
     """
     found = units_below(module)
-    for _, unit in found:
-        if unit.root is not None:
-            unit.root.assert_idle("forward of an outer unit")
+    before = dict.fromkeys(unit.root for _, unit in found if unit.root is not None)
+    for old in before:
+        old.assert_idle("forward of an outer unit")
     for fqn, unit in found:
         unit.unpin()
         place(unit, fqn)
@@ -106,6 +106,7 @@ def claim(module: nn.Module) -> Root:
             if among is not None:
                 unit.keep_parts(among)
             unit.prefetch.choose_among(units)
+    root.adopt_passes(before)
     return root
 
 
