@@ -113,16 +113,18 @@ class Backward:
 
     def _agree(self, problem: Exception | None, is_restricted: bool) -> list[Pass[Unit]]:
         problem = problem or self._problem()
-        alive = self._plan.agree(problem, is_restricted)
+        alive, waiting = self._plan.agree(problem, is_restricted), []
         if alive is None:
-            passes = self._plan.common()
+            passes = self._plan.reached_passes()
+            waiting = [one for one in self.passes if one not in passes]
             self._plan = Plan(roots_of(passes, self.reached[0]), passes, self.roots[0].kept)
             self.units = self._plan.units
-            alive = self._plan.agree(problem, is_restricted, again=True)
-        assert alive is not None
+            alive = self._plan.agree(problem, is_restricted)
+            if alive is None:
+                raise self._plan.roots[0].difference()
         self._is_broken = False
         self.reached = list(dict.fromkeys([*self.reached, *self._plan.reached]))
-        return alive
+        return alive + waiting
 
     def _problem(self) -> Exception | None:
         """The error that prevents this rank from starting, or None; drops kept gradients that the user has zeroed."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
-from fairshard.engine.exchange import ASSUMED, DIFFERENT, DOUBTFUL, PROBLEM, Answers, Peers, agree_on
+from fairshard.engine.exchange import ASSUMED, DIFFERENT, PROBLEM, Answers, Peers, agree_on
 from fairshard.engine.record import CallRecord, Pass, Sight
 from fairshard.engine.schedule import CallPlace, Schedule, UnitRule, build
 from fairshard.engine.unit import Unit
@@ -41,7 +41,8 @@ class Calls:
         places: the place of each call.
         events: as in `Pass.events`, but numbered across all passes.
         empty: calls of units without elements; they may differ between ranks, and are in no schedule.
-        peers: the groups of ranks that the calls concern; ``digests``: for each, a hash of its calls.
+        peers: the groups of ranks that the calls concern; ``digests``: for each, a hash of its calls: their units,
+            checkpoints and forwards.
     """
 
     key: Any
@@ -77,7 +78,7 @@ class Plan:
     """
 
     def __init__(self, roots: Sequence[Any], passes: Sequence[Pass[Unit]], kept: list[Last]) -> None:
-        self._roots, self._passes, self._kept = roots, passes, kept
+        self.roots, self._passes, self._kept = roots, passes, kept
         self.calls = [call for one in passes for call in one.calls]
         for index, call in enumerate(self.calls):
             call.index = index
@@ -95,62 +96,51 @@ class Plan:
         """The number of the checkpoint that ``call`` is in; -1 if none."""
         return self._known.places[call.index].segment
 
-    def agree(self, problem: Exception | None, is_restricted: bool, again: bool = False) -> list[Pass[Unit]] | None:
+    def agree(self, problem: Exception | None, is_restricted: bool) -> list[Pass[Unit]] | None:
         """Agree with the other ranks, and build the schedule; returns the passes that another backward may reach.
 
-        None if ranks differ in the calls, unless this is done ``again``: see `common`.
-
         ``problem``: why this rank cannot begin. ``is_restricted``: the backward computes only some gradients.
+        None if ranks differ in what they have run.
 
         **Collective.**
 
         Raises:
-            RanksDisagreeError: on every rank, if they have run different things.
             FairshardError: on every rank, if any has a problem.
         """
         known = self._known
         self._answer(is_restricted)
         agreed = Answers(bytearray(self.own.calls), bytearray(self.own.leaves), bytearray(self.own.alive))
-        histories = [self._history(one, self._roots) for one in known.peers]
         flags = (PROBLEM if problem is not None else 0) | (ASSUMED if self.is_assumed else 0)
-        flags = agree_on(agreed, known.peers, [*zip(known.digests, histories, strict=True)], flags)
-        reached = {call.unit.root for call, is_reached in zip(self.calls, agreed.calls, strict=True) if is_reached}
-        self.reached = [root for root in self._roots if root in reached]
-        differing = self._roots
-        if flags & DOUBTFUL and not flags & (PROBLEM | DIFFERENT):  # what it does not reach may differ
-            differing = self.reached
-            histories = [self._history(one, self.reached) for one in known.peers]
-            no_calls = [one._replace(calls=(), leaves=(), alive=()) for one in known.peers]
-            doubts = agree_on(Answers(), no_calls, [(0, number) for number in histories], 0) & DOUBTFUL
-            flags |= DIFFERENT if doubts else 0
-        if flags & DIFFERENT and not (again or flags & PROBLEM):
-            return None
-        if flags & DIFFERENT:
-            differing[0].raise_difference()
+        flags = agree_on(agreed, known.peers, list(map(self._digest, known.peers, known.digests)), flags)
         if flags & PROBLEM:
             comms = [peers.comm for peers in known.peers]
             texts = [text for comm in comms for text in comm.gather_objects("" if problem is None else str(problem))]
             others = next((text for text in texts if text), "see its log")
             raise problem or FairshardError(f"The backward could not begin on another rank: {others}")
+        if flags & DIFFERENT:
+            return None
+        reached = {call.unit.root for call, is_reached in zip(self.calls, agreed.calls, strict=True) if is_reached}
+        self.reached = [root for root in self.roots if root in reached]
         self.is_assumed = bool(flags & ASSUMED)
         self._make_schedule(agreed)
         self.stops = self._own_marks()
-        for root in self._roots:
+        for root in self.roots:
             root.shared.bucketer.plan(self._bucketed(root))
         for one in self._passes:
             one.was_reached = True
         return [one for one, lives in zip(self._passes, agreed.alive, strict=True) if lives]
 
-    def common(self) -> list[Pass[Unit]]:
-        """The passes that a backward of some rank may reach. **Collective.**
+    def reached_passes(self) -> list[Pass[Unit]]:
+        """The passes that the backward of any rank reaches, after `agree` has found a difference. **Collective.**
 
-        Passes that none can reach may differ: some ranks have collected the garbage of their model.
+        In all others ranks may differ: some have collected the garbage of a model, or have dropped one that raised.
         """
         keys = [(one.calls[0].unit.root.number, one.number) for one in self._passes]
-        alive = [key for key, lives in zip(keys, self.own.alive, strict=True) if lives]
+        places = zip(self._known.places, self.own.calls, strict=True)
+        found = [keys[place.forward] for place, is_reached in places if is_reached]
         for peers in self._known.peers:
-            alive = [key for found in peers.comm.gather_objects(alive) for key in found]
-        return [one for key, one in zip(keys, self._passes, strict=True) if key in alive]
+            found = [key for keys_of_rank in peers.comm.gather_objects(found) for key in keys_of_rank]
+        return [one for key, one in zip(keys, self._passes, strict=True) if key in found]
 
     # ---- the calls
 
@@ -161,7 +151,7 @@ class Plan:
             [[call.segment for call in one.calls] for one in self._passes],
             [one.events for one in self._passes],
             [one.is_common for one in self._passes],
-            [(ref(root), root.is_common) for root in self._roots],
+            [(ref(root), root.is_common) for root in self.roots],
         )
         self._last = next((last for last in self._kept if last.calls.key == key), None) or Last(self._new_calls(key))
         self._kept[:] = [self._last, *(last for last in self._kept if last is not self._last)][:_MAX_KEPT]
@@ -181,10 +171,10 @@ class Plan:
                 segment = call.segment + num_segments if call.segment >= 0 and not is_empty else -1
                 made.places.append(CallPlace(number[call.unit], forward, segment))
             num_segments += one.num_segments
-        comms = [comm for root in self._roots if root.is_common for comm in root.comms]
+        comms = [comm for root in self.roots if root.is_common for comm in root.comms]
         comms = [comm for comm in dict.fromkeys(comms) if comm.world_size > 1 and comm.is_real]
         made.peers = [self._peers_of(comm, made) for comm in comms]
-        made.digests = [self._digest(one, made) for one in made.peers]
+        made.digests = [self._digest_calls(one, made) for one in made.peers]
         return made
 
     def _peers_of(self, comm: Communicator, made: Calls) -> Peers:
@@ -200,8 +190,7 @@ class Plan:
         return Peers(comm, calls, leaves, sorted({made.places[call].forward for call in calls}))
 
     @staticmethod
-    def _digest(peers: Peers, made: Calls) -> int:
-        """A hash of the calls, which must be the same on all ranks: units, checkpoints, forwards."""
+    def _digest_calls(peers: Peers, made: Calls) -> int:
         counted = set(peers.calls)
         numbers = [len(peers.leaves)]
         forwards: dict[int, int] = {}
@@ -214,11 +203,10 @@ class Plan:
                 numbers += [unit if event >= 0 else ~unit, place, forwards.setdefault(forward, len(forwards))]
         return _hash(numbers)
 
-    @staticmethod
-    def _history(peers: Peers, roots: Sequence[Any]) -> int:
-        """A hash of what must be the same on all ranks besides the calls: ``no_sync``, and what observers know."""
-        numbers: list[int] = []
-        for root in roots:
+    def _digest(self, peers: Peers, calls: int) -> int:
+        """A hash of what must be the same on all ranks: the ``calls``, ``no_sync``, and what observers know."""
+        numbers = [calls]
+        for root in self.roots:
             numbers += [unit.sync for unit in root.units if peers.comm in root.comms_of[unit]]
             numbers += root.history(peers.comm)
         return _hash(numbers)
@@ -347,7 +335,7 @@ class Plan:
             for flat_param in unit.flat_params:
                 found.leaves += flat_param.contributed
         peers = [one._replace(calls=(), alive=()) for one in self._known.peers]
-        agree_on(found, peers, [(0, 0)] * len(peers), 0)
+        agree_on(found, peers, [0] * len(peers), 0)
         return found.leaves
 
     def _bucketed(self, root: Any) -> list[Any]:
@@ -362,4 +350,4 @@ class Plan:
 
 
 def _hash(numbers: Sequence[int]) -> int:
-    return int.from_bytes(hashlib.blake2b(array("q", numbers).tobytes(), digest_size=8).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(array("q", numbers).tobytes(), digest_size=8).digest(), "big", signed=True)

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -554,11 +554,11 @@ class Root:
             "units under no_sync": ", ".join(unsynced),
         }
 
-    def raise_difference(self) -> NoReturn:
-        """Raise, because ranks have run different things. **Collective.**"""
+    def difference(self) -> RanksDisagreeError:
+        """The error for ranks that have run different things, unless an observer raises one. **Collective.**"""
         for observer in self.observers:
             observer.ranks_differ(self.state)
-        raise RanksDisagreeError("Every rank must run the same units in the same order, but they differ.")
+        return RanksDisagreeError("Every rank must run the same units in the same order, but they differ.")
 
     # ---- state
 
