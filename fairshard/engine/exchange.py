@@ -37,11 +37,13 @@ class Answers:
         calls: for each call, whether the backward reaches it.
         leaves: for each parameter, whether it has a gradient to send.
         alive: for each forward, whether a later backward could reach it.
+        flags: see above.
     """
 
     calls: bytearray = field(default_factory=bytearray)
     leaves: bytearray = field(default_factory=bytearray)
     alive: bytearray = field(default_factory=bytearray)
+    flags: int = 0
 
 
 class Peers(NamedTuple):
@@ -53,8 +55,8 @@ class Peers(NamedTuple):
     alive: Sequence[int]
 
 
-def agree_on(answers: Answers, peers: Sequence[Peers], hashes: Sequence[int], flags: int) -> int:
-    """Set in ``answers`` all bits that any peer has set, one group after the other; returns all flags. **Collective.**
+def agree_on(answers: Answers, peers: Sequence[Peers], hashes: Sequence[int]) -> None:
+    """Set in ``answers`` all bits and flags that any peer has set, one group after the other. **Collective.**
 
     ``hashes``: for each of ``peers``, a hash of what its ranks have run. If they differ, or one has a problem, the
     remaining answers stay unchanged.
@@ -63,11 +65,11 @@ def agree_on(answers: Answers, peers: Sequence[Peers], hashes: Sequence[int], fl
         pairs = [(answers.calls, one.calls), (answers.leaves, one.leaves), (answers.alive, one.alive)]
         bits = b"".join(bytes(map(column.__getitem__, places)) for column, places in pairs)
         packed = np.packbits(np.frombuffer(bits, np.uint8)).tobytes()
-        first = (_HEADER.pack(own, flags) + packed)[:FIRST_NBYTES].ljust(FIRST_NBYTES, b"\0")
+        first = (_HEADER.pack(own, answers.flags) + packed)[:FIRST_NBYTES].ljust(FIRST_NBYTES, b"\0")
         messages = _exchange(one.comm, first)
         for number, found in map(_HEADER.unpack_from, messages):
-            flags |= found | (DIFFERENT if number != own else 0)
-        if flags & (PROBLEM | DIFFERENT) or not packed:
+            answers.flags |= found | (DIFFERENT if number != own else 0)
+        if answers.flags & (PROBLEM | DIFFERENT) or not packed:
             continue
         fits = len(packed) <= FIRST_NBYTES - _HEADER.size
         sent = [message[_HEADER.size :] for message in messages] if fits else _exchange(one.comm, packed)
@@ -77,7 +79,6 @@ def agree_on(answers: Answers, peers: Sequence[Peers], hashes: Sequence[int], fl
             for place, bit in zip(places, every[start : start + len(places)], strict=True):
                 column[place] = bit
             start += len(places)
-    return flags
 
 
 def _exchange(comm: Communicator, message: bytes) -> list[bytes]:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairshard.engine.backward import Backward, roots_of
+from fairshard.engine.backward import Backward, problem_of
 from fairshard.engine.call_hooks import CallHooks, Probe
 from fairshard.engine.observer import Observer
-from fairshard.engine.plan import Last
+from fairshard.engine.plan import Last, Plan, agree_on_plan, roots_of
 from fairshard.engine.record import CallRecord, ForwardOrder, Pass, Record, Sight
 from fairshard.engine.residency import Event
 from fairshard.engine.shared import Shared
@@ -247,27 +247,28 @@ class Engine:
         """The gradient of a leaf of ``unit`` is ready, and the backward has not reached the unit through an output."""
         backward = self.backward
         if backward is None or backward.task() is None:
-            backward = self._start_backward(unit.root, is_restricted=False)
+            try:
+                backward = self._start_backward(unit.root, is_restricted=False)
+            except BaseException:
+                for flat_param in unit.flat_params:
+                    flat_param.drop_grads()
+                raise
         backward.reach_leaf(unit)
 
     def _start_backward(self, first: Root, is_restricted: bool) -> Backward:
         """Begin a backward, which has reached the model ``first``."""
         self.drop_interrupted(first)
-        outer = self.backward
         if self._running is not None:  # inside of a forward
             self._keep(self._running.record.cut())
         passes = [one for one in self.passes if not first.is_alone or one.goes_only_through(first.units)]
-        roots = roots_of(passes, first)
         try:
             first.begin_backward(passes)
-            problem = None
+            problem = problem_of([unit for root in roots_of(passes, first) for unit in root.units], is_in_task=True)
         except Exception as error:
             problem = error
-        backward = Backward(first, roots, passes, outer)
-        self._set_backward(backward)
-        for root in roots:
-            root.record.passes = [one for one in root.record.passes if one not in passes]
-        backward.passes = backward.begin(self._end_backward, problem, is_restricted)
+        plan = agree_on_plan(passes, first, problem, is_restricted)
+        backward = Backward(first, plan, self.backward, self._end_backward)
+        self._set_backward(backward, plan)
         for root in backward.reached[1:]:
             root.begin_backward(passes)
         return backward
@@ -295,20 +296,22 @@ class Engine:
     def follow(self, root: Root, passes: list[Pass[Unit]], resident: bytes = b"") -> None:
         """Serve a whole backward of ``passes`` through ``root`` that other ranks compute and this one does not.
 
-        ``resident``: see `Backward.follow`.
+        ``resident``: for each unit, whether the ranks that compute hold it gathered.
         """
-        backward = Backward(root, [root], passes)
-        self._set_backward(backward)
+        plan = agree_on_plan(passes, root, problem_of(root.units, is_in_task=False), False, resident)
+        backward = Backward(root, plan)
+        self._set_backward(backward, plan)
         try:
-            backward.follow(resident)
+            backward.follow()
             root.finish_grads()
         finally:
             self._leave_backward(backward)
 
-    def _set_backward(self, backward: Backward) -> None:
+    def _set_backward(self, backward: Backward, plan: Plan) -> None:
         self._backward = weakref.ref(backward)
         for root in backward.roots:
             root.backward = backward
+            root.record.passes = [one for one in root.record.passes if one not in plan.own.passes]
 
     def _leave_backward(self, backward: Backward) -> None:
         outer = backward.outer
