@@ -72,8 +72,6 @@ class Backward:
         self._run_again: dict[int, int] = {}  # number of calls that a checkpoint has run again, by segment
         self.used: set[Unit] = set()
         self._sent: set[Unit] = set()
-        self._leaves: bytearray | None = None  # which parameters got gradients, if that was not known at the beginning
-        self._is_serving = False  # after an exception: no mark stops the walk
         self._is_broken = False  # an error is raised in the middle of a step
         self.task: Callable[[], object] = _no_task if on_end is None else _hold(self.used, on_end)
 
@@ -158,8 +156,11 @@ class Backward:
 
     # ---- the walk
 
-    def _walk(self, position: int) -> None:
-        """Execute all steps up to the mark at ``position``, then those after it up to this rank's next mark."""
+    def _walk(self, position: int, is_serving: bool = False) -> None:
+        """Execute all steps up to the mark at ``position``, then those after it up to this rank's next mark.
+
+        ``is_serving``: after an exception; no mark stops, and observers are not told.
+        """
         self._passed = max(self._passed, position)
         plan, passed = self._plan, self._passed
         steps, stops = plan.schedule.steps, plan.stops
@@ -167,18 +168,20 @@ class Backward:
         while self._cursor < len(steps):
             cursor = self._cursor
             kind, number, call = steps[cursor]
-            if kind <= _LAST_MARK and cursor > passed and stops[cursor] and not self._is_serving:
+            if kind <= _LAST_MARK and cursor > passed and stops[cursor] and not is_serving:
                 break
             self._cursor = cursor + 1
             unit = self.units[number]
             if kind is _GATHER:
                 self._gather(unit)
             elif kind is _SEND:
+                for observer in unit.root.observers if not is_serving else ():
+                    observer.grads_sent(unit)
                 self._send(unit, cursor in plan.schedule.yields)
             elif kind > _LAST_MARK:
                 self.used.discard(unit)
                 unit.finish_pass()
-            elif kind is _AT and plan.own.answers.calls[call] and not self._is_serving:
+            elif kind is _AT and plan.own.answers.calls[call] and not is_serving:
                 self._arrive(plan.calls[call])
         self._is_broken = is_broken
 
@@ -192,14 +195,15 @@ class Backward:
     def _send(self, unit: Unit, yields: bool) -> None:
         self._sent.add(unit)
         unit.state = TrainingState.BACKWARD_POST
-        for observer in unit.root.observers if not self._is_serving else ():
-            observer.grads_sent(unit)
         unit.send_grads(unit.root.shared.bucketer, yields)
 
     # ---- the end
 
-    def finish(self) -> None:
-        """The graph task is over: execute the remaining steps, and decide which gradients stay None. **Collective.**"""
+    def finish(self) -> bytearray | None:
+        """The graph task is over: execute the remaining steps. **Collective.**
+
+        Returns for each parameter whether any rank has given it a gradient, if that was not known at the beginning.
+        """
         self._walk(len(self._plan.schedule.steps))
         for unit in self.units:
             for flat_param in unit.flat_params:
@@ -207,16 +211,16 @@ class Backward:
                     flat_param.drop_grads()
                 elif (unit.sync or not flat_param.is_owed) and flat_param.has_leaf_grads:
                     raise late_error(unit.fqn) if flat_param.is_owed else unexpected_error(flat_param.name)
-        self._leaves = self._plan.agree_on_leaves() if self._plan.agreed.flags & ASSUMED else None
+        return self._plan.agree_on_leaves() if self._plan.agreed.flags & ASSUMED else None
 
-    def retract(self) -> None:
-        """Remove the zero gradients of parameters that no rank has reached after all."""
-        start, leaves = 0, self._leaves
-        for unit in self.units if leaves is not None else ():
+    def retract(self, leaves: bytearray) -> None:
+        """Remove the zero gradients of parameters that no rank has reached after all; ``leaves``: see `finish`."""
+        start = 0
+        for unit in self.units:
             for flat_param in unit.flat_params:
                 stop = start + len(flat_param.slots)
                 if flat_param.is_owed and unit.sync:
-                    flat_param.grad.retract(leaves[start:stop])  # type: ignore[index]
+                    flat_param.grad.retract(leaves[start:stop])
                 start = stop
 
     def abandon(self) -> None:
@@ -233,11 +237,10 @@ class Backward:
                 flat_param.abandon_grads()
         if self._is_broken:
             return
-        self._is_serving = True
         for bucketer in bucketers:
             bucketer.drops = True
         try:
-            self._walk(len(self._plan.schedule.steps))
+            self._walk(len(self._plan.schedule.steps), is_serving=True)
         finally:
             for bucketer in bucketers:
                 bucketer.drain()

@@ -101,8 +101,6 @@ class Proposal:
         agreed.flags |= PROBLEM if problem is not None else 0
         agree_on(agreed, known.peers, list(map(self._digest, known.peers, known.digests)))
         if agreed.flags & DIFFERENT:
-            if agreed.flags & PROBLEM:
-                raise self.roots[0].difference()
             return None
         if agreed.flags & PROBLEM:
             comms = [peers.comm for peers in known.peers]
@@ -230,7 +228,7 @@ class Proposal:
             if around is not None and (call.sight is Sight.LATER or call.segment >= 0) and reached[around.index]:
                 reached[index] = 1
         segment_of = [place.segment for place in known.places]
-        self.segments |= {segment for segment, mine in zip(segment_of, reached, strict=True) if mine} - {-1}
+        self.segments.update({segment for segment, mine in zip(segment_of, reached, strict=True) if mine} - {-1})
         for index, call in enumerate(calls):
             if segment_of[index] in self.segments:
                 reached[index] = 1
@@ -382,7 +380,7 @@ def agree_on_plan(
     if agreed is None:
         passes = own.reached_passes()
         own = Proposal(roots_of(passes, first), passes, is_restricted)
-        agreed = own.agree(None)
+        agreed = own.agree(problem)
     if agreed is None:
         raise own.roots[0].difference()
     return Plan(own, agreed, resident)

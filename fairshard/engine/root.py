@@ -19,7 +19,7 @@ from fairshard.engine.backward import Backward, problem_of
 from fairshard.engine.call_hooks import CallHooks, Probe
 from fairshard.engine.observer import Observer
 from fairshard.engine.plan import Last, Plan, agree_on_plan, roots_of
-from fairshard.engine.record import CallRecord, ForwardOrder, Pass, Record, Sight
+from fairshard.engine.record import CallRecord, Following, ForwardOrder, Pass, Record, Sight, Token
 from fairshard.engine.residency import Event
 from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
@@ -37,6 +37,7 @@ class _Running:
 
     Attributes:
         root: the model that was called first; ``roots``: all that were called.
+        following: what that model's next unit should be.
         open: the calls that have not ended, innermost last; None for a call to which no backward leads.
         failed: calls that have raised.
     """
@@ -44,9 +45,17 @@ class _Running:
     def __init__(self, root: Root, is_trained: bool) -> None:
         self.root, self.is_trained = root, is_trained
         self.roots: list[Root] = []
-        self.record: Pass[Unit] = Pass(root.is_common)
+        self.following: Following[Unit] = Following()
+        self.token = Token()
+        self.record: Pass[Unit] = Pass(self.token, root.is_common)
         self.open: list[CallRecord[Unit] | None] = []
         self.failed: list[CallRecord[Unit]] = []
+
+    def cut(self) -> Pass[Unit]:
+        """The calls that have ended, because a backward begins."""
+        ended, self.token = self.record, Token()
+        self.record = ended.cut(self.token)
+        return ended
 
 
 class Engine:
@@ -126,7 +135,7 @@ class Engine:
             running.roots.append(unit.root)
             unit.root.begin_pass(unit, running.is_trained)
             if unit.root is running.root:
-                running.root.order.begin(running.is_trained)
+                running.following = unit.root.order.begin(running.is_trained)
         if running.is_trained:
             checkpoint = current_checkpoint()
             if is_grad_enabled or checkpoint is not None:
@@ -136,7 +145,7 @@ class Engine:
         for observer in unit.root.observers:
             observer.call_enters(unit)
         unit.on(Event.ENTER)
-        for other in unit.prefetch.in_forward(running.root.order.enter(unit)):
+        for other in unit.prefetch.in_forward(running.following.enter(unit)):
             if other.root in running.roots:
                 other.on(Event.ENTER)
         unit.wait_unshard()
@@ -144,7 +153,7 @@ class Engine:
             record.versions = unit.stamp
         if record is None or not is_grad_enabled:
             return None
-        return CallHooks(self, record, running.record.token)
+        return CallHooks(self, record, running.token)
 
     def leave(self, unit: Unit, outputs: Any, hooks: CallHooks | None) -> Any:
         """The call has returned ``outputs``: attach the hooks of the backward, and free what is to be freed."""
@@ -259,7 +268,7 @@ class Engine:
         """Begin a backward, which has reached the model ``first``."""
         self.drop_interrupted(first)
         if self._running is not None:  # inside of a forward
-            self._keep(self._running.record.cut())
+            self._keep(self._running.cut())
         passes = [one for one in self.passes if not first.is_alone or one.goes_only_through(first.units)]
         try:
             first.begin_backward(passes)
@@ -277,10 +286,11 @@ class Engine:
         """The graph task of the running backward is over."""
         backward = self.backward
         assert backward is not None
-        backward.finish()
+        leaves = backward.finish()
         for root in backward.roots:
             root.end_backward(backward)  # may raise what a user's hook on gradients raises: then `reset` follows
-        backward.retract()
+        if leaves is not None:
+            backward.retract(leaves)
         self._leave_backward(backward)
         for root in backward.reached:
             root.notify_end(backward)
