@@ -294,9 +294,8 @@ class Plan:
         """Build the schedule, or reuse that of the last backward if nothing has changed."""
         owed, last, reached = self._note_owed(self.agreed.leaves), self.own.last, self.agreed.calls
         rules = [  # all that `_rule` looks at
-            (unit.unshard_in_backward, unit.rule, unit.keeps, unit.is_outermost, ahead and [*map(ref, ahead)])
+            (unit.unshard_in_backward, unit.rule, unit.keeps, unit.is_outermost, [*map(ref, unit.prefetch.backward)])
             for unit in self.units
-            for ahead in (unit.prefetch.ahead_in_backward,)
         ]
         resident = resident or bytes(map(holds_for_all, self.units))
         key = reached, resident, owed, rules
@@ -330,16 +329,16 @@ class Plan:
         return bytes(owed)
 
     def _rule(self, unit: Unit) -> UnitRule:
-        ahead = unit.prefetch.ahead_in_backward
+        ahead = unit.prefetch.backward
         number = {other: place for place, other in enumerate(self.units)} if ahead else {}
-        numbers = None if ahead is None else tuple(number[other] for other in ahead if other in number)
+        named = tuple(number[other] for other in ahead if other in number)
         keeps = unit.is_outermost or not unit.keeps.reshard_after_forward
         return UnitRule(
             unit.unshard_in_backward,
             unit.keeps.reshard_after_backward,
             unit.rule.keeps_across_passes or not keeps,
-            unit.prefetch.waits_for_grads,
-            numbers,
+            unit.rule.prefetches_late,
+            None if unit.rule.prefetches_in_backward and not named else named,
         )
 
     def agree_on_leaves(self) -> bytearray:

@@ -105,7 +105,6 @@ def claim(module: nn.Module) -> Root:
             among = part_of(comms[unit].shard, unit.config.reshard_after_forward, unit.fqn)
             if among is not None:
                 unit.keep_parts(among)
-            unit.prefetch.choose_among(units)
     root.adopt_passes(before)
     return root
 
