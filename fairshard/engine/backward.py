@@ -107,7 +107,8 @@ class Backward:
             self._walk(position)
         elif unit not in self.used and unit in self._sent and unit.unshard_in_backward:
             raise late_error(unit.fqn)
-        self._arrive(call)
+        if unit not in self.used:
+            self._arrive(call)
 
     def _arrive(self, call: CallRecord[Unit]) -> None:
         """This rank's backward is at the outputs of ``call``, or of a call inside of it."""
@@ -165,7 +166,8 @@ class Backward:
         plan, passed = self._plan, self._passed
         steps, stops = plan.schedule.steps, plan.stops
         is_broken, self._is_broken = self._is_broken, True
-        while self._cursor < len(steps):
+        end = len(steps)
+        while self._cursor < end:
             cursor = self._cursor
             kind, number, call = steps[cursor]
             if kind <= _LAST_MARK and cursor > passed and stops[cursor] and not is_serving:
@@ -175,8 +177,8 @@ class Backward:
             if kind is _GATHER:
                 self._gather(unit)
             elif kind is _SEND:
-                for observer in unit.root.observers if not is_serving else ():
-                    observer.grads_sent(unit)
+                for grads_sent in unit.root.listeners["grads_sent"] if not is_serving else ():
+                    grads_sent(unit)
                 self._send(unit, cursor in plan.schedule.yields)
             elif kind > _LAST_MARK:
                 self.used.discard(unit)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fairshard.utils.collectives import Communicator
 
 
 class Observer:
-    """Listens to one model; a method that a class does not override costs an empty call.
+    """Listens to one model; a method that a class does not override costs nothing.
 
     Units are `Unit`s, passes `Pass`es. Whether an event happens, and in which order, is the same on all ranks, except
     for ``interrupted``.
@@ -56,3 +56,23 @@ class Observer:
 
     def needs_all(self, what: str) -> None:
         """``what``, which needs all ranks, is called between passes."""
+
+
+EVENTS = (
+    "pass_begins",
+    "call_enters",
+    "gather",
+    "call_leaves",
+    "backward_begins",
+    "grads_sent",
+    "backward_ends",
+    "interrupted",
+)
+
+
+def listening(observers: Sequence[Observer]) -> dict[str, list[Callable[..., None]]]:
+    """For each event, the methods of ``observers`` that it calls, in order."""
+    return {
+        event: [getattr(one, event) for one in observers if getattr(type(one), event) is not getattr(Observer, event)]
+        for event in EVENTS
+    }

@@ -51,43 +51,44 @@ class Keeps(NamedTuple):
     keeps_across_passes: bool = False
 
 
-class Now(NamedTuple):
-    """The rest of what matters at an event."""
+def action(
+    memory: State, event: Event, keeps: Keeps, *, stale: bool = False, open_calls: int = 0, recorded: bool = True,
+    hidden: bool = False, outermost: bool = False, pinned: bool = False, awaited: bool = False,
+) -> Action:  # fmt: skip
+    """What the engine does with a unit in state ``memory`` at ``event``.
 
-    stale: bool = False  # the versions of its shards have moved since it was gathered
-    open_calls: int = 0  # other calls of it that have begun and not ended
-    recorded: bool = True  # a backward may follow
-    hidden: bool = False  # outputs hide their tensors, so that no hook could gather it again in time
-    outermost: bool = False  # the unit is the model's outermost, whose backward comes first
-    pinned: bool = False  # the user has gathered it, and no call of it has ended since
-    awaited: bool = False  # another backward of the same forwards follows, and this one has not reached it
-
-
-def action(memory: State, event: Event, keeps: Keeps, now: Now) -> Action:
-    """What the engine does with a unit in state ``memory`` at ``event``."""
+    Args:
+        stale: the versions of its shards have moved since it was gathered.
+        open_calls: other calls of it that have begun and not ended.
+        recorded: a backward may follow.
+        hidden: outputs hide their tensors, so that no hook could gather it again in time.
+        outermost: the unit is the model's outermost, whose backward comes first.
+        pinned: the user has gathered it, and no call of it has ended since.
+        awaited: another backward of the same forwards follows, and this one has not reached it.
+    """
     here = memory is not State.SHARDED
     if event is Event.ENTER:
-        return Action.NOTHING if here and (now.open_calls or not now.stale) else Action.GATHER
+        return Action.NOTHING if here and (open_calls or not stale) else Action.GATHER
     if event is Event.NEEDED or event is Event.UNSHARD:
         return Action.NOTHING if here else Action.GATHER
     if event is Event.PASS_BEGINS:
-        frees = now.stale or not (keeps.keeps_across_passes or now.pinned)
+        frees = stale or not (keeps.keeps_across_passes or pinned)
     elif event is Event.LEAVE:
-        frees = keeps.reshard_after_forward and not (now.outermost or (now.recorded and now.hidden))
+        frees = keeps.reshard_after_forward and not (outermost or (recorded and hidden))
     elif event is Event.PASS_ENDS:
-        frees = memory is State.GATHERING or not (now.recorded or now.pinned)
+        frees = memory is State.GATHERING or not (recorded or pinned)
     elif event is Event.DONE:
-        frees = keeps.reshard_after_backward and not now.hidden
+        frees = keeps.reshard_after_backward and not hidden
     elif event is Event.BACKWARD_ENDS:
-        frees = keeps.reshard_after_backward and not (now.pinned or now.awaited or now.hidden)
+        frees = keeps.reshard_after_backward and not (pinned or awaited or hidden)
     else:
         return Action.FREE if here else Action.NOTHING
-    return Action.FREE if here and frees and not now.open_calls else Action.NOTHING
+    return Action.FREE if here and frees and not open_calls else Action.NOTHING
 
 
-def table(keeps: Keeps = Keeps(), now: Now = Now()) -> str:  # noqa: B008 (immutable)
-    """The actions by event and state, as text."""
-    rows = [[event.name, *(action(state, event, keeps, now).value for state in State)] for event in Event]
+def table(keeps: Keeps = Keeps(), **facts: bool) -> str:  # noqa: B008 (immutable)
+    """The actions by event and state, as text; ``facts``: see `action`."""
+    rows = [[event.name, *(action(state, event, keeps, **facts).value for state in State)] for event in Event]
     header = ["", *(state.name for state in State)]
     return "\n".join(f"{row[0]:14}" + "".join(f"{cell:>11}" for cell in row[1:]) for row in [header, *rows])
 

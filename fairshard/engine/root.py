@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fairshard.engine.backward import Backward, problem_of
 from fairshard.engine.call_hooks import CallHooks, Probe
-from fairshard.engine.observer import Observer
+from fairshard.engine.observer import Observer, listening
 from fairshard.engine.plan import Last, Plan, agree_on_plan, roots_of
 from fairshard.engine.record import CallRecord, Following, ForwardOrder, Pass, Record, Sight, Token
 from fairshard.engine.residency import Event
@@ -70,7 +70,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.roots: weakref.WeakSet[Root] = weakref.WeakSet()
-        self._backward: Callable[[], Backward | None] = _no_backward
+        self._backward: Callable[[], Backward | None] = _NONE
         self._num_passes = 0
         self._running: _Running | None = None
         self._thread = 0  # that runs a pass, or ran the last one
@@ -78,7 +78,7 @@ class Engine:
     @property
     def is_between_passes(self) -> bool:
         """Whether no forward and no backward is running."""
-        return self._running is None and self.backward is None
+        return self._running is None and self._backward() is None
 
     @property
     def backward(self) -> Backward | None:
@@ -100,7 +100,8 @@ class Engine:
     def enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, CallHooks | None]:
         """A call of ``unit`` begins: gather, prefetch, cast the inputs; returns them and, with a graph, the hooks."""
         self._take_thread(unit)
-        self.drop_interrupted(unit.root)
+        if unit.root.backward is not None:
+            self.drop_interrupted(unit.root)
         hooks = None
         if self.runs_again(unit):
             assert self.backward is not None
@@ -125,7 +126,7 @@ class Engine:
 
     def runs_again(self, unit: Unit) -> bool:
         """Whether a call of ``unit`` that begins or ends now belongs to the running backward."""
-        backward = self.backward
+        backward = self._backward()
         return backward is not None and current_task() != NO_BACKWARD and unit.root in backward.roots
 
     def _enter(self, running: _Running, unit: Unit) -> CallHooks | None:
@@ -142,8 +143,8 @@ class Engine:
                 record = running.open[-1] = running.record.enter(unit, checkpoint)
                 if is_recorded_later():
                     record.sight = Sight.LATER
-        for observer in unit.root.observers:
-            observer.call_enters(unit)
+        for call_enters in unit.root.listeners["call_enters"]:
+            call_enters(unit)
         unit.on(Event.ENTER)
         for other in unit.prefetch.in_forward(running.following.enter(unit)):
             if other.root in running.roots:
@@ -220,8 +221,8 @@ class Engine:
         is_last = not running.open
         if is_last:
             self._end_pass(running, completed)
-        for observer in unit.root.observers:
-            observer.call_leaves(unit, completed, is_last)
+        for call_leaves in unit.root.listeners["call_leaves"]:
+            call_leaves(unit, completed, is_last)
 
     def _end_pass(self, running: _Running, completed: bool) -> None:
         self._running = None
@@ -243,7 +244,7 @@ class Engine:
     def reach(self, probe: Probe) -> None:
         """Autograd has reached the output that ``probe`` is attached to."""
         call = probe.hooks.record
-        backward = self.backward
+        backward = self._backward()
         if (
             backward is None
             or backward.task() is None
@@ -325,7 +326,7 @@ class Engine:
 
     def _leave_backward(self, backward: Backward) -> None:
         outer = backward.outer
-        self._backward = _no_backward if outer is None else weakref.ref(outer)
+        self._backward = _NONE if outer is None else weakref.ref(outer)
         self._release(backward)
 
     def _release(self, backward: Backward) -> None:
@@ -345,7 +346,7 @@ class Engine:
         """
         backward = self.backward
         if backward is not None and self.is_over(backward):
-            self._backward = _no_backward
+            self._backward = _NONE
         if self._waits(root):
             self._abandon(root.backward)
 
@@ -373,7 +374,7 @@ class Engine:
     def reset(self) -> None:
         """Clean up after a pass that raised, in all models that it went through. **Collective** after a backward."""
         running, self._running = self._running, None
-        backward, self._backward = self.backward, _no_backward
+        backward, self._backward = self.backward, _NONE
         dropped = self._abandon(backward)
         for root in running.roots if running is not None else self.roots if backward is None else ():
             if root not in dropped:
@@ -398,10 +399,7 @@ class Engine:
 
 
 _PLACE = attrgetter("place")
-
-
-def _no_backward() -> None:
-    """Stand-in for a weak reference to a backward."""
+_NONE: Callable[[], Any] = weakref.ref(Token())  # to nothing
 
 
 def engine_of(comms: Sequence[Communicator], device: torch.device) -> Engine:
@@ -427,7 +425,7 @@ class Root:
 
     Attributes:
         number: number of the model among those of its `engine`; equal on all ranks.
-        observers: are told of every event.
+        observers: are told of every event; ``listeners``: for each event, their methods.
         comms_of: the groups in which each unit communicates; ``shards``: the number of ranks that it is cut among.
         order: what its passes have called last; ``kept``: what its backwards have planned last.
         record: the passes that it has begun.
@@ -444,7 +442,9 @@ class Root:
         self.number, self.units, self.shared, self.comms = number, units, shared, list(comms)
         self.comms_of = {unit: {own.shard, own.replicas} for unit, own in comms_of.items()}
         self.shards = {unit: own.shard.world_size for unit, own in comms_of.items()}
-        self.observers = list(observers)
+        self.observers: list[Observer] = []
+        self.listeners: dict[str, list[Callable[..., None]]] = {}
+        self.tell(observers)
         self.order: ForwardOrder[Unit] = ForwardOrder()
         self.kept: list[Last] = []
         self.record: Record[Unit] = Record()
@@ -473,6 +473,11 @@ class Root:
         """Whether a backward is running, or has raised and was not cleaned up yet."""
         return self.backward is not None
 
+    def tell(self, observers: Sequence[Observer]) -> None:
+        """Tell ``observers`` of every event from now on."""
+        self.observers[:] = observers
+        self.listeners.update(listening(self.observers))
+
     # ---- passes
 
     def begin_pass(self, unit: Unit, is_trained: bool) -> None:
@@ -489,8 +494,8 @@ class Root:
                 f"`{unit.fqn or 'root'}` was called on another one, {current_stream(self.device)}. Enter the stream "
                 "before the first forward."
             )
-        for observer in self.observers:
-            observer.pass_begins(unit, is_trained)
+        for pass_begins in self.listeners["pass_begins"]:
+            pass_begins(unit, is_trained)
         for each in self.units:
             each.begin_pass()
         self.shared.await_step()
@@ -505,13 +510,13 @@ class Root:
 
     def announce(self, unit: Unit, in_backward: bool) -> None:
         """``unit`` is gathered next."""
-        for observer in self.observers:
-            observer.gather(unit, in_backward)
+        for gather in self.listeners["gather"]:
+            gather(unit, in_backward)
 
     def begin_backward(self, passes: Sequence[Pass[Unit]]) -> None:
         """A backward that may reach ``passes`` begins."""
-        for observer in self.observers:
-            observer.backward_begins(passes)
+        for backward_begins in self.listeners["backward_begins"]:
+            backward_begins(passes)
 
     def end_backward(self, backward: Backward) -> None:
         """The running backward is over."""
@@ -524,8 +529,8 @@ class Root:
         """The running backward is over, and its gradients are on the shards."""
         is_reached = any(map(backward.lists, self.units))
         reduces = backward.sends and any(unit.sync for unit in self.units)
-        for observer in self.observers:
-            observer.backward_ends(is_reached, is_reached and reduces)
+        for backward_ends in self.listeners["backward_ends"]:
+            backward_ends(is_reached, is_reached and reduces)
 
     def finish_grads(self) -> None:
         """Send the gradients that wait in buckets, wait for all sums, and write them to the shards."""
@@ -544,8 +549,8 @@ class Root:
         for unit in self.units:
             unit.reset()
         self.order.forget()
-        for observer in self.observers:
-            observer.interrupted(in_backward)
+        for interrupted in self.listeners["interrupted"]:
+            interrupted(in_backward)
 
     def wait_for_reads(self) -> None:
         """Make the host wait until the device has read the shards in host memory; after that they may change."""

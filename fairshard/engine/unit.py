@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fairshard.engine.prefetch import Prefetch
-from fairshard.engine.residency import Action, Event, Keeps, Now, State, action
+from fairshard.engine.residency import Action, Event, Keeps, State, action
 from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState
 from fairshard.errors import ShardChangedError
@@ -161,7 +161,10 @@ class Unit:
     def on(self, event: Event, in_backward: bool = False, recorded: bool = True, awaited: bool = False) -> bool:
         """Gather or free, if `action` says so, at ``event``; returns whether it did. **Collective** if it gathers."""
         reuses = self.memory is not State.SHARDED and (event is Event.ENTER or event is Event.PASS_BEGINS)
-        facts = Now(
+        what = action(
+            self.memory,
+            event,
+            self.keeps,
             stale=reuses and self.versions.read() != self.stamp,
             open_calls=self.open_calls,
             recorded=recorded,
@@ -170,7 +173,6 @@ class Unit:
             pinned=self.is_pinned,
             awaited=awaited,
         )
-        what = action(self.memory, event, self.keeps, facts)
         if what is Action.NOTHING:
             return False
         if what is Action.GATHER:
@@ -228,7 +230,8 @@ class Unit:
     def begin_pass(self) -> None:
         """The first call of a pass through the model begins: read values, flags and settings."""
         self._read_shards()
-        self.on(Event.PASS_BEGINS)  # by the settings of the pass that has gathered
+        if self.is_gathered:
+            self.on(Event.PASS_BEGINS)  # by the settings of the pass that has gathered
         self.settle()
         if self.members is not None:
             self.members.begin_pass()
@@ -307,7 +310,7 @@ class Unit:
         """A backward computes with the parameters from now on."""
         self.state = TrainingState.BACKWARD_PRE
         self.wait_unshard()
-        if not (self.is_gathered or self.unshard_in_backward):
+        if not (self.unshard_in_backward or self.is_gathered):
             for flat_param in self.flat_params:
                 flat_param.wait_unshard()  # gives leaves their shapes, but no memory
         if self.buffers is not None:
@@ -327,7 +330,7 @@ class Unit:
             engine, unit = known(), own()
             if engine is None or unit is None:
                 return
-            backward = engine.backward
+            backward = engine._backward()
             if backward is None or backward.task() is None or unit not in backward.used:
                 tracer = set_tracer(None)
                 try:
@@ -361,7 +364,7 @@ class Unit:
             self.buffers.detach()
         if self.registered.are_leaves and not self.is_pinned:
             self.registered.swap(to_leaves=False)
-        if not (self.is_gathered or self.unshard_in_backward):
+        if not (self.unshard_in_backward or self.is_gathered):
             for flat_param in self.flat_params:
                 flat_param.reshard()
 
@@ -370,7 +373,8 @@ class Unit:
         self.stop_computing()
         if self.parts is not None and not awaited:
             self.parts.forget()
-        self.on(Event.BACKWARD_ENDS, awaited=awaited)
+        if self.is_gathered:
+            self.on(Event.BACKWARD_ENDS, awaited=awaited)
         self.state = TrainingState.FORWARD if self.open_calls else TrainingState.IDLE
 
     def reset(self) -> None:

@@ -1,16 +1,18 @@
 """The residency table is arithmetic: each row of it can be read from the function."""
 
+import inspect
 import itertools
 
 import pytest
 
-from fairshard.engine.residency import Action, Event, Keeps, Now, State, action, table
+from fairshard.engine.residency import Action, Event, Keeps, State, action, table
 
 HERE = (State.GATHERING, State.WHOLE)
+FACTS = [name for name, param in inspect.signature(action).parameters.items() if param.kind is param.KEYWORD_ONLY]
 
 
 def frees(event, state=State.WHOLE, keeps=None, **now):
-    return action(state, event, keeps or Keeps(), Now(**now)) is Action.FREE
+    return action(state, event, keeps or Keeps(), **now) is Action.FREE
 
 
 @pytest.mark.parametrize("event", Event)
@@ -18,21 +20,22 @@ def test_what_is_sharded_is_never_freed_and_what_is_here_gathered_only_if_stale(
     """For every rule and every fact."""
     bools = (False, True)
     for keeps in itertools.starmap(Keeps, itertools.product(bools, repeat=3)):
-        for now in itertools.starmap(Now, itertools.product(bools, (0, 1), *[bools] * 5)):
-            assert action(State.SHARDED, event, keeps, now) is not Action.FREE
+        for values in itertools.product(*[bools] * len(FACTS)):
+            now = dict(zip(FACTS, values, strict=True))
+            assert action(State.SHARDED, event, keeps, **now) is not Action.FREE
             for state in HERE:
-                if action(state, event, keeps, now) is Action.GATHER:
+                if action(state, event, keeps, **now) is Action.GATHER:
                     assert event is Event.ENTER
-                    assert now.stale
+                    assert now["stale"]
 
 
 def test_a_call_gathers_what_is_sharded_or_stale():
     """What was gathered for an earlier call is used again, in any case while that one computes with it."""
-    assert action(State.SHARDED, Event.ENTER, Keeps(), Now()) is Action.GATHER
+    assert action(State.SHARDED, Event.ENTER, Keeps()) is Action.GATHER
     for state in HERE:
-        assert action(state, Event.ENTER, Keeps(), Now()) is Action.NOTHING
-        assert action(state, Event.ENTER, Keeps(), Now(stale=True)) is Action.GATHER
-        assert action(state, Event.ENTER, Keeps(), Now(stale=True, open_calls=1)) is Action.NOTHING
+        assert action(state, Event.ENTER, Keeps()) is Action.NOTHING
+        assert action(state, Event.ENTER, Keeps(), stale=True) is Action.GATHER
+        assert action(state, Event.ENTER, Keeps(), stale=True, open_calls=1) is Action.NOTHING
 
 
 def test_a_call_that_ends_frees():
