@@ -274,7 +274,7 @@ def _shards_of(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
     """Each parameter of ``optimizer`` that shows a shard, and that shard."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     pairs = ((param, _watched(param)[0]) for param in params)
-    return [(param, shard) for param, one in pairs if one is not None for shard in one.versioned[:1]]
+    return [(param, shard) for param, one in pairs if one is not None for shard in one.shows.versioned[:1]]
 
 
 def _check(optimizer: Optimizer) -> None:
@@ -343,9 +343,9 @@ def _check_shard(optimizer: Optimizer, param: nn.Parameter) -> None:
         return
     if not isinstance(param, DTensor):  # DTensors have their true shapes, which PyTorch's optimizers support
         _check_class(type(optimizer), flat_param)
-    if flat_param.on_cpu and param.dtype in (torch.float16, torch.bfloat16):
+    if flat_param.shows.on_cpu and param.dtype in (torch.float16, torch.bfloat16):
         _refuse_low_precision(flat_param.name, param)
-    if home is GradHome.HELD and flat_param.on_cpu and optimizer not in _fetchers:
+    if home is GradHome.HELD and flat_param.shows.on_cpu and optimizer not in _fetchers:
         raise HeldGradientError(
             f"With `cpu_offload=True, move_grads_to_cpu=False` the gradient of `{flat_param.name}` stays on the "
             f"compute device, where {type(optimizer).__name__} does not see it and would skip the parameter. Use "

@@ -112,7 +112,7 @@ class Unit:
 
     def keep_parts(self, among: Communicator) -> None:
         """Keep ``parts`` among these ranks from now on; the buffers to gather into must exist already."""
-        self.parts = KeptParts([flat_param.kept_line for flat_param in self.flat_params], among)
+        self.parts = KeptParts([flat_param.gathered.kept_line for flat_param in self.flat_params], among)
 
     # ---- what it is
 

@@ -344,13 +344,13 @@ def _keep_on_device(flat_params: list[FlatParam], fraction: float) -> None:
         raise ValueError(f"`offload_fraction` must be between 0 and 1, but is {fraction}.")
     if fraction == 1.0:
         return
-    offloaded = [flat_param for flat_param in flat_params if flat_param.on_cpu]
+    offloaded = [flat_param for flat_param in flat_params if flat_param.shows.on_cpu]
     if any(flat_param.comm is not None for flat_param in offloaded):
         raise ValueError("`offload_fraction` must be chosen before the first forward. Build the optimizer earlier.")
-    total = sum(flat_param.layout.shard_numel for flat_param in offloaded)
+    total = sum(flat_param.line.layout.shard_numel for flat_param in offloaded)
     kept = 0
     for flat_param in offloaded:
-        if kept + flat_param.layout.shard_numel > (1.0 - fraction) * total:
+        if kept + flat_param.line.layout.shard_numel > (1.0 - fraction) * total:
             break
-        kept += flat_param.layout.shard_numel
-        flat_param.keep_on_device()
+        kept += flat_param.line.layout.shard_numel
+        flat_param.shows.keep_on_device()

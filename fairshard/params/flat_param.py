@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fairshard.errors import FairshardError
 from fairshard.params.gathered import Gather, Gathered
@@ -72,23 +72,10 @@ class FlatParam(Leaves):
 
     # ---- registered parameters
 
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the shard is kept in host memory."""
-        return self.shows.on_cpu
-
     def adopt_assigned(self) -> None:
         """Adopt tensors that the user has assigned to ``.data`` of registered parameters."""
         if self.shows.adopt_assigned(is_fixed=self.comm is not None) and self.grad is not None:
             self.grad.adopt_assigned()
-
-    def register_on(self, module: nn.Module) -> None:
-        """Register the shard as a parameter of ``module``, under this flat param's name."""
-        self.shows.register_on(module, self.name)
-
-    def unregister(self) -> Callable[[], None]:
-        """Undo `register_on`, if it was called; the returned function registers again."""
-        return self.shows.unregister()
 
     def split(self, indexes: Sequence[int]) -> FlatParam:
         """The parameters ``indexes``, now of one dtype and device, as a separate flat param.
@@ -106,37 +93,12 @@ class FlatParam(Leaves):
         part.shows.link()
         return part
 
-    # ---- the line
+    # ---- the interface of `GradSource`
 
     @property
     def layout(self) -> FlatLayout:
         """The position of each parameter on the line."""
         return self.line.layout
-
-    @property
-    def rank(self) -> int:
-        """The row that this rank owns."""
-        return self.line.rank
-
-    def cut(self, values: list[Tensor]) -> Tensor:
-        """See `FlatLine.cut`."""
-        return self.line.cut(values)
-
-    def shaped(self, index: int, flat: Tensor) -> Tensor:
-        """See `FlatLine.shaped`."""
-        return self.line.shaped(index, flat)
-
-    def params_of(self, line: Tensor) -> list[Tensor]:
-        """See `FlatLine.params_of`."""
-        return self.line.params_of(line)
-
-    def lay_out(self, values: list[Tensor]) -> Tensor:
-        """See `FlatLine.lay_out`."""
-        return self.line.lay_out(values)
-
-    def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
-        """See `FlatLine.runs_of`."""
-        return self.line.runs_of(values)
 
     @property
     def bucket_kind(self) -> type[Bucket]:
@@ -175,12 +137,12 @@ class FlatParam(Leaves):
         self.compute_dtype = self.compute_dtype_under(rule)
         self.reduce_dtype = rule.reduce_dtype_of(self.compute_dtype)
         self.compute_device = transfers.device
-        home = rule.grad_home if self.on_cpu else GradHome.SHARD
+        home = rule.grad_home if self.shows.on_cpu else GradHome.SHARD
         held, pending = (None, None) if self.grad is None else (self.grad.value, self.grad.pending)  # of another model
         grad_dtype = rule.grad_dtype_of(self.shard.dtype, self.reduce_dtype)
         self._on_grad = on_grad
         with torch.inference_mode(False), torch.no_grad():
-            if self.on_cpu:
+            if self.shows.on_cpu:
                 self._place_on_cpu(keep_on_device=not rule.cpu_offload)
             elif self.shard.device != self.compute_device:
                 set_data(self.shard, self.shard.data.to(self.compute_device))
@@ -195,7 +157,9 @@ class FlatParam(Leaves):
     def _make_gathered(self, comm: Communicator) -> Gathered:
         """Memory of the whole parameters, freed."""
         # With one rank and one dtype the shard is the whole line: compute on it, gather nothing.
-        self.computes_on_shard = comm.world_size == 1 and self.compute_dtype == self.shard.dtype and not self.on_cpu
+        self.computes_on_shard = (
+            comm.world_size == 1 and self.compute_dtype == self.shard.dtype and not self.shows.on_cpu
+        )
         if self.computes_on_shard:
             return self.line.in_place(self.shard.data.view(1, -1), comm)
         gathered = self.line.gathered_in(self._empty_line(self.compute_dtype), comm)
@@ -237,14 +201,6 @@ class FlatParam(Leaves):
         if self.route.reduce_in(reduce):
             self.reduce_id = reduce.new_id()
             self.follow_route()
-
-    def move_to(self, device: torch.device) -> None:
-        """Move the shard to ``device``."""
-        self.shows.move_to(device)
-
-    def keep_on_device(self) -> None:
-        """Keep the shard and its gradient on the compute device, even if the unit's options offload them."""
-        self.shows.keep_on_device()
 
     def _place_on_cpu(self, keep_on_device: bool) -> None:
         """Move the shard to host memory that the device can read; `.cuda()` or `.half()` may have moved it out."""
@@ -289,21 +245,6 @@ class FlatParam(Leaves):
             self._is_updated = False
         return self._device_shard
 
-    @property
-    def buffer(self) -> Tensor:
-        """The buffer ``[W, S]`` into which rows are gathered."""
-        return self.gathered.buffer
-
-    @property
-    def kept_line(self) -> Tensor:
-        """The memory of the whole parameters; a part of it can be kept between forward and backward."""
-        return self.gathered.kept_line
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a gather was started and not waited for yet."""
-        return self.comm is not None and self.gathered.transfer is not None
-
     def wait_unshard(self) -> None:
         """Wait for the running gather, if any, and show it in the leaves."""
         if self.gathered.transfer is not None:
@@ -346,7 +287,7 @@ class FlatParam(Leaves):
         shard_sum = None if self.pending is None else self.pending.shard_sum
         device = [tensor for tensor in (self._device_shard, shard_sum) if tensor is not None]
         host: list[Tensor] = []
-        (host if self.on_cpu else device).extend(self.shows.memory())
+        (host if self.shows.on_cpu else device).extend(self.shows.memory())
         if self.grad is not None:
             (host if self.grad.is_on_host else device).extend(self.grad.tensors())
         return device, host

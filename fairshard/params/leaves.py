@@ -81,11 +81,6 @@ class Leaves:
         return self.shows.registered
 
     @property
-    def versioned(self) -> tuple[nn.Parameter, ...]:
-        """Parameters whose version counters together count every write to the shard."""
-        return self.shows.versioned
-
-    @property
     def stepped(self) -> Sequence[Any]:
         """The objects whose ``shard`` optimizers step: this flat param, or one `OrigParam` per parameter."""
         return self.shows.stepped_by(self)

@@ -42,12 +42,12 @@ class ShardVersions:
         versions = self.read()
         if versions == before:
             return
-        owners = [flat_param for flat_param in self._flat_params for _ in flat_param.versioned]
+        owners = [flat_param for flat_param in self._flat_params for _ in flat_param.shows.versioned]
         owners += [flat_param for flat_param in self._flat_params for _ in flat_param.shows.addressed]
         changed = owners[[new != old for new, old in zip(versions, before, strict=True)].index(True)]
         raise ShardChangedError(
             "The weights of a unit must not change between its forward and its backward, but those of "
-            f"`{changed.name}` (rank {changed.rank}) did. Run the backward before the optimizer's step, "
+            f"`{changed.name}` (rank {changed.line.rank}) did. Run the backward before the optimizer's step, "
             "load_state_dict or any other change, or run the forward again after it."
         )
 

@@ -92,7 +92,7 @@ def state_bytes(model: nn.Module, optimizer: Optimizer) -> StateBytes:
             states = [optimizer.state.get(stepped.shard, {}) for stepped in flat_param.stepped]
             moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
             own = [value.to_local() if isinstance(value, DTensor) else value for value in moments]
-            (host if flat_param.on_cpu else device).extend(own)
+            (host if flat_param.shows.on_cpu else device).extend(own)
     pinned = sum(tensor.nbytes for tensor in host if tensor.is_pinned())
     return StateBytes(sum(tensor.nbytes for tensor in device), pinned, sum(tensor.nbytes for tensor in host) - pinned)
 
@@ -120,7 +120,13 @@ def unit_table(model: nn.Module) -> list[UnitRow]:
         unit_row(
             fqn,
             [
-                FlatSizes(fp.layout, fp.shard.dtype, fp.compute_dtype_under(unit.rule), fp.shard.requires_grad, fp.rank)
+                FlatSizes(
+                    fp.line.layout,
+                    fp.shard.dtype,
+                    fp.compute_dtype_under(unit.rule),
+                    fp.shard.requires_grad,
+                    fp.line.rank,
+                )
                 for fp in unit.flat_params
             ],
         )

@@ -87,8 +87,8 @@ def shard_parameters(
             slot.move_to(origin.device)
             if config.flatten_parameters and not config.use_orig_params:
                 slot.explain(flat_param.shard, config.compute_dtype)
-        if not flat_param.on_cpu:
-            flat_param.move_to(origin.device)
+        if not flat_param.shows.on_cpu:
+            flat_param.shows.move_to(origin.device)
         flat_params.append(flat_param)
     origin.note_cut(flat_params)
     return flat_params

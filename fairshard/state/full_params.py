@@ -115,7 +115,7 @@ def spans_of(flat_param: Stepped, values: Tensor | None = None) -> list[SpanTens
     values = flat_param.shard.detach() if values is None else values
     if isinstance(values, DTensor):
         return [values]
-    runs = flat_param.runs_of(values)
+    runs = flat_param.line.runs_of(values)
     return [SpanTensor(run, start, slot.shape) for slot, (start, run) in zip(flat_param.slots, runs, strict=True)]
 
 
@@ -128,11 +128,11 @@ def gather_params(flat_param: Stepped, values: Tensor, first_only: bool, offload
     if isinstance(values, DTensor):
         on_device: Any = values.to(flat_param.compute_device)
         whole = on_device.full_tensor()
-        return [] if first_only and flat_param.rank else [whole.to(device, copy=True)]
+        return [] if first_only and flat_param.line.rank else [whole.to(device, copy=True)]
     values = values.reshape(-1)
     if not first_only:
-        return [part.to(device, copy=True) for part in flat_param.params_of(flat_param.gather_line(values))]
-    comm, layout = flat_param.comm, flat_param.layout
+        return [part.to(device, copy=True) for part in flat_param.line.params_of(flat_param.gather_line(values))]
+    comm, layout = flat_param.comm, flat_param.line.layout
     values = values.to(flat_param.compute_device).contiguous()
     runs = [values[piece.target.start : piece.target.stop] for piece in layout.pieces_of(comm.rank)]
     if comm.rank != 0:
@@ -147,7 +147,7 @@ def gather_params(flat_param: Stepped, values: Tensor, first_only: bool, offload
         ],
         comm.group,
     )
-    return [flat_param.shaped(index, line).to(device) for index, line in enumerate(lines)]
+    return [flat_param.line.shaped(index, line).to(device) for index, line in enumerate(lines)]
 
 
 def scatter_params(flat_param: Stepped, values: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -163,13 +163,13 @@ def scatter_params(flat_param: Stepped, values: list[Tensor], dtype: torch.dtype
         device, like = flat_param.compute_device, flat_param.shard
         whole = values[0].to(device) if values else torch.empty(like.shape, dtype=dtype, device=device)
         return distribute_tensor(whole, like.device_mesh, like.placements)
-    row = torch.empty(flat_param.layout.shard_numel, dtype=dtype, device=flat_param.compute_device)
-    if isinstance(flat_param, OrigParam) and flat_param.layout.owner is not None:
+    row = torch.empty(flat_param.line.layout.shard_numel, dtype=dtype, device=flat_param.compute_device)
+    if isinstance(flat_param, OrigParam) and flat_param.line.owner is not None:
         if values:
             row.copy_(values[0].reshape(-1))
         broadcast(row, 0, flat_param.comm.group)  # rows of all ranks would be as many times its size
     else:
-        line = flat_param.lay_out(values).to(flat_param.compute_device) if values else None
+        line = flat_param.line.lay_out(values).to(flat_param.compute_device) if values else None
         scatter_rows(row, line, flat_param.comm.group)
     own = row[: flat_param.shard_numel]
     if is_ragged:
@@ -198,7 +198,7 @@ def _summoned(unit: Unit) -> Iterator[None]:
 @contextmanager
 def _registered(flat_param: FlatParam, params: Sequence[nn.Parameter]) -> Iterator[None]:
     with ExitStack() as stack:  # undoes everything, even if undoing one parameter raises
-        stack.callback(flat_param.unregister())
+        stack.callback(flat_param.shows.unregister())
         for slot, param in zip(flat_param.slots, params, strict=True):
             stack.callback(slot.expose(param))
         yield
@@ -262,7 +262,7 @@ class _Whole:
         if self._how.from_first:
             _update(flat_param.shard, scatter_params(flat_param, values, flat_param.shard.dtype))
         else:
-            _update(flat_param.shard, flat_param.cut(values))
+            _update(flat_param.shard, flat_param.line.cut(values))
         if self._how.with_grads:
             self._keep_grads(had_grads)
 
@@ -285,7 +285,7 @@ class _Whole:
                 flat_param.grad.zero(set_to_none=True)
             return
         grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in self._params]
-        _update(flat_param.grad.value_or_zeros(), flat_param.cut(grads))
+        _update(flat_param.grad.value_or_zeros(), flat_param.line.cut(grads))
 
 
 def _without_memory(flat_param: FlatParam) -> list[nn.Parameter]:

@@ -78,7 +78,7 @@ def check_none_owned(flat_params: Sequence[FlatParam], what: str) -> None:
         ValueError: names the first such parameter.
     """
     for flat_param in flat_params:
-        if isinstance(flat_param.layout, OwnedLayout):
+        if isinstance(flat_param.line.layout, OwnedLayout):
             raise ValueError(
                 f"`{what}` must communicate equally many elements of all ranks, but `{flat_param.slots[0].fqn}` is "
                 "placed by Owned, whole on one rank. Place the parameters of this unit otherwise."

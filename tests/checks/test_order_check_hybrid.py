@@ -56,5 +56,5 @@ def test_backwards_may_reach_other_units_on_some_ranks(who):
     sum(output.sum() for output in outputs[dist.get_rank() in DISSENTERS[who] :]).backward()
     for branch, share in zip(branches, (1 - len(DISSENTERS[who]) / 4, 1.0), strict=True):
         flat_param = branch._fairshard_unit.flat_params[0]
-        _, bias = flat_param.params_of(flat_param.gather_line(flat_param.shard.grad))
+        _, bias = flat_param.line.params_of(flat_param.gather_line(flat_param.shard.grad))
         assert torch.equal(bias, torch.full_like(bias, 3 * share))

@@ -343,7 +343,7 @@ def test_a_part_of_the_units_can_stay_on_the_device(placement):
             optimizer.zero_grad()
     assert_same_params(model, twin)
     flat_params = [flat_param for one in (model[0], model[2], model[4]) for flat_param in one._unit.flat_params]
-    kept = [flat_param.shard_numel for flat_param in flat_params if not flat_param.on_cpu]
+    kept = [flat_param.shard_numel for flat_param in flat_params if not flat_param.shows.on_cpu]
     assert 0 < sum(kept) <= 0.5 * sum(flat_param.shard_numel for flat_param in flat_params)
     with pytest.raises(ValueError, match="before the first forward"):
         CPUOptimizer(model, torch.optim.AdamW, offload_fraction=0.5)

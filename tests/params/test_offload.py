@@ -98,7 +98,7 @@ def test_what_the_optimizer_sees_is_where_the_table_says(placement):
         (grad,) = wrapper._unit.shard_grad.values()
         assert flat_param.shard.device.type == "cpu"
         assert flat_param.shard.dtype == torch.float32
-        assert flat_param.on_cpu
+        assert flat_param.shows.on_cpu
         assert (flat_param.shard.grad is None) == (placement == "held")
         assert grad.shape == flat_param.shard.shape
         assert (flat_param._device_shard is not None) == (placement == "master")

@@ -55,7 +55,7 @@ def test_the_backward_gathers_among_few():
     kept = [part for unit in inner for part in unit._unit.parts.kept()]
     assert all(isinstance(part, KeptPart) for part in kept)
     for unit, part in zip(inner, kept, strict=True):
-        assert part._kept.numel() == unit._unit.flat_params[0].layout.padded_numel // 2
+        assert part._kept.numel() == unit._unit.flat_params[0].line.layout.padded_numel // 2
         assert part._comm.world_size == 2
     before = {comm: dict(comm.counts) for comm in {part._comm for part in kept}}
     loss.backward()

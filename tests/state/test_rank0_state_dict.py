@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairshard.nn import FSDP, FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from fairshard.params.flat_param import FlatParam
+from fairshard.params.line import FlatLine
 from tests.models import SavedTransposed, mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn
@@ -213,8 +214,8 @@ def lines_alive():
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("gather_line", "lay_out"):
-            patch.setattr(FlatParam, name, watched(getattr(FlatParam, name)))
+        for kind, name in ((FlatParam, "gather_line"), (FlatLine, "lay_out")):
+            patch.setattr(kind, name, watched(getattr(kind, name)))
         yield most
 
 

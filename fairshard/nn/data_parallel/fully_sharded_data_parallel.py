@@ -247,7 +247,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             mark_managed(managed)
         if flatten_parameters and not use_orig_params:
             for flat_param in flat_params:
-                flat_param.register_on(self)
+                flat_param.shows.register_on(self, flat_param.name)
         watch_optimizers(flat_params, config)
         watch_scaling()
         refuse_inner_states(self, unit)
