@@ -16,7 +16,6 @@ from fairshard.engine.training_state import TrainingState
 from fairshard.errors import ShardChangedError
 from fairshard.params.buffers import ComputeBuffers
 from fairshard.params.flat_param import FlatParam
-from fairshard.params.grads import grads_of
 from fairshard.params.kept_part import KeptParts
 from fairshard.params.registered import Registered
 from fairshard.params.rule import Rule
@@ -382,11 +381,6 @@ class Unit:
         self.end_backward(awaited=False)
 
     # ---- gradients
-
-    @property
-    def shard_grad(self) -> dict[nn.Parameter, Tensor]:
-        """The gradient of each shard that has one, wherever it is kept."""
-        return grads_of(self.flat_params)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop or zero the gradients of the shards, wherever they are kept."""

@@ -353,4 +353,5 @@ def _keep_on_device(flat_params: list[FlatParam], fraction: float) -> None:
         if kept + flat_param.line.layout.shard_numel > (1.0 - fraction) * total:
             break
         kept += flat_param.line.layout.shard_numel
-        flat_param.shows.keep_on_device()
+        flat_param.shows.on_cpu = False
+        flat_param.shows.move_to(flat_param.slots[0].leaf.device)

@@ -5,17 +5,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-@torch.no_grad()
-def cast_buffers_(module: nn.Module, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
-    """Move the buffers of ``module`` itself to ``device``, and cast the floating ones to ``dtype``, in place.
-
-    Pass it to ``module.apply`` for a whole tree. Buffers of BatchNorm keep their dtype.
-    """
-    for name, buffer in module.named_buffers(recurse=False):
-        castable = buffer.is_floating_point() and not isinstance(module, _BatchNorm)
-        module._buffers[name] = buffer.to(device=device, dtype=dtype if castable else None)
-
-
 class ComputeBuffers:
     """Casts the floating buffers of a unit's modules while the unit computes, and writes changes back.
 

@@ -61,11 +61,6 @@ class DTensorSlot(ParamSlot):
         return local.detach()
 
     @property
-    def whole_shape(self) -> torch.Size:
-        """The shape of the DTensor."""
-        return self.leaf.shape
-
-    @property
     def is_gathered(self) -> bool:
         """Whether the leaf shows whole values."""
         local: Tensor = self.leaf._local_tensor  # type: ignore[attr-defined]

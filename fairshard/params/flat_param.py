@@ -10,7 +10,7 @@ Tensors and their lifetimes, for ``W`` ranks and ``S`` elements per rank::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +48,7 @@ class FlatParam(Leaves):
         self.lands_at_once = False
         self.landing_dtype: torch.dtype | None = None
         self._uses = 0
-        self._device_shard: Tensor | None = None
+        self.device_shard: Tensor | None = None
         self._is_updated = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -63,12 +63,6 @@ class FlatParam(Leaves):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget_runtime()
-
-    def rename(self, renamed: Callable[[str], str]) -> None:
-        """Rename the line and its parameters: each name becomes ``renamed(name)``."""
-        self.name = renamed(self.name)
-        for slot in self.slots:
-            slot.rename(renamed(slot.fqn))
 
     # ---- registered parameters
 
@@ -208,7 +202,7 @@ class FlatParam(Leaves):
         host.copy_(self.shard)
         set_data(self.shard, host)
         if keep_on_device:
-            self._device_shard = host.new_empty(host.shape, dtype=self.compute_dtype, device=self.compute_device)
+            self.device_shard = host.new_empty(host.shape, dtype=self.compute_dtype, device=self.compute_device)
 
     def _empty_line(self, dtype: torch.dtype) -> Tensor:
         return self.line.empty(self.comm.world_size, dtype, self.compute_device)
@@ -237,13 +231,13 @@ class FlatParam(Leaves):
 
     def _newest(self) -> Tensor:
         """The current values of the shard, in its copy on the compute device if that exists."""
-        if self._device_shard is None:
+        if self.device_shard is None:
             return self.shows.shard.detach()
         if self._is_updated:
             # Copied in every pass, because a change through ``shard.data`` cannot be detected.
-            self._device_shard.copy_(self.shard.detach(), non_blocking=True)
+            self.device_shard.copy_(self.shard.detach(), non_blocking=True)
             self._is_updated = False
-        return self._device_shard
+        return self.device_shard
 
     def wait_unshard(self) -> None:
         """Wait for the running gather, if any, and show it in the leaves."""
@@ -281,16 +275,6 @@ class FlatParam(Leaves):
             tag = exchange_tag("all_gather", self.tag_id, self._uses)
             (self.comm.all_gather(rows, tag) if gather is None else gather.start(tag)).wait()
         return rows
-
-    def state_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors kept between steps (shard and gradient): on the compute device, and in host memory."""
-        shard_sum = None if self.pending is None else self.pending.shard_sum
-        device = [tensor for tensor in (self._device_shard, shard_sum) if tensor is not None]
-        host: list[Tensor] = []
-        (host if self.shows.on_cpu else device).extend(self.shows.memory())
-        if self.grad is not None:
-            (host if self.grad.is_on_host else device).extend(self.grad.tensors())
-        return device, host
 
 
 _UNDIVIDED = Division(1.0, 1.0)

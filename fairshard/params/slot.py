@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fairshard.errors import FairshardError, ParameterShardedError
+from fairshard.errors import ParameterShardedError
 from fairshard.params.placeholder import GatheredAs, ShardedParameter
 from fairshard.utils.dynamo import not_traced
 from fairshard.utils.storage import set_data
@@ -46,20 +46,9 @@ class _Guard:
         )
 
 
-def _guard_of(module: nn.Module) -> _Guard | None:
+def guard_of(module: nn.Module) -> _Guard | None:
+    """The guard of ``module``, if shards are registered on it in place of parameters."""
     return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Guard)), None)
-
-
-def sharded_param_of(module: nn.Module) -> str | None:
-    """The fqn of a parameter of ``module`` itself that a unit has sharded; otherwise None."""
-    for shown in module.__dict__.values():
-        if isinstance(shown, ShardedParameter):
-            return shown.fqn
-        slot = slot_of(shown) if isinstance(shown, nn.Parameter) else None
-        if slot is not None:
-            return slot.fqn
-    guard = _guard_of(module)
-    return None if guard is None else next(iter(guard.slots.values())).fqn
 
 
 def plain_and_others(
@@ -76,7 +65,7 @@ def plain_and_others(
 
 
 def _add_to_guard(slot: "ParamSlot", module: nn.Module, name: str) -> None:
-    guard = _guard_of(module)
+    guard = guard_of(module)
     if guard is None:
         guard = _Guard()
         module.register_forward_pre_hook(guard)
@@ -125,22 +114,10 @@ class ParamSlot:
         """Whether ``param`` is what a module has in the parameter's place, whole or sharded, or the parameter."""
         return any(param is own for own in (self.leaf, self.registered, self._placeholder) if own is not None)
 
-    def share_with(self, module: nn.Module, name: str) -> None:
-        """Make ``module``, of another unit, refer to the parameter as ``name``, as the owners do."""
-        self.add_owner(module, name)
-        module._parameters[name] = self.registered
-        if self._placeholder is not None:
-            module.__dict__[name] = self._placeholder
-
     @property
     def values(self) -> Tensor:
         """The values to cut, before the parameter is sharded."""
         return self.leaf
-
-    @property
-    def whole_shape(self) -> torch.Size:
-        """The shape of the parameter, of which `shape` may be a part."""
-        return self.shape
 
     @property
     def is_gathered(self) -> bool:
@@ -223,11 +200,6 @@ class ParamSlot:
         """Whether the user has assigned to the leaf's ``.data`` since `show`."""
         return self.shown is not None and self.shown.data_ptr() != self.leaf.data_ptr()
 
-    @property
-    def original(self) -> nn.Parameter:
-        """The parameter as it was before sharding."""
-        return self.leaf
-
     def compute_with(self, leaf: nn.Parameter) -> None:
         """Use ``leaf`` as the leaf from now on."""
         self.leaf = leaf
@@ -255,26 +227,6 @@ class ParamSlot:
                 shown[name] = placeholder
             elif placeholder is not None and shown.get(name) is placeholder:
                 del shown[name]  # it would hide what the user has put in the parameter's place
-
-    def expose(self, full: nn.Parameter | None) -> Callable[[], None]:
-        """Register ``full``, the whole parameter or None, under its names; the returned function undoes this."""
-        owners = [(module, name) for module, name in self.owners if name in module._parameters]  # others: deleted
-        for module, name in owners:
-            module.__dict__.pop(name, None)
-            module._parameters[name] = full
-
-        def conceal() -> None:
-            replaced = any(module._parameters.get(name) is not full for module, name in owners)
-            for module, name in owners:
-                module._parameters[name] = self.registered
-            self.detach()
-            if replaced:
-                raise FairshardError(
-                    f"Parameter `{self.fqn}` was replaced while its full value was shown; only its elements may "
-                    "be changed there, in place (`with torch.no_grad(): param.copy_(...)`)."
-                )
-
-        return conceal
 
     def _register(self, param: nn.Parameter | None) -> None:
         self.registered = param

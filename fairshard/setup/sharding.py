@@ -15,8 +15,9 @@ from fairshard.params.dtensor_slot import DTensorSlot, new_slot
 from fairshard.params.extended_slot import ExtendedSlot
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.line import FlatLine
+from fairshard.params.placeholder import ShardedParameter
 from fairshard.params.shown import ShownShard
-from fairshard.params.slot import ParamSlot, sharded_param_of, slot_of
+from fairshard.params.slot import ParamSlot, guard_of, slot_of
 from fairshard.settings.config import UnitConfig, check_param_dtype
 from fairshard.settings.data_mesh import DataMesh
 from fairshard.settings.placements import Owned, RowBlocks
@@ -273,7 +274,7 @@ def check_not_sharded(module: nn.Module, ignored: Ignored, data: DataMesh | None
     for fqn, part in walk(module):
         if id(part) not in skipped:
             _check_module(fqn, part)
-            taken = None if id(part) in inner else sharded_param_of(part)
+            taken = None if id(part) in inner else _sharded_param_of(part)
             if taken is not None:
                 raise ValueError(_outer_first(taken))
         for name, param in part._parameters.items():
@@ -285,6 +286,18 @@ def check_not_sharded(module: nn.Module, ignored: Ignored, data: DataMesh | None
             if param is not None and id(param) not in skipped:
                 _check_subclass(param, join(fqn, name), data is not None)
                 _check_dtensor(param, join(fqn, name), data)
+
+
+def _sharded_param_of(module: nn.Module) -> str | None:
+    """The fqn of a parameter of ``module`` itself that a unit has sharded; otherwise None."""
+    for shown in module.__dict__.values():
+        if isinstance(shown, ShardedParameter):
+            return shown.fqn
+        slot = slot_of(shown) if isinstance(shown, nn.Parameter) else None
+        if slot is not None:
+            return slot.fqn
+    guard = guard_of(module)
+    return None if guard is None else next(iter(guard.slots.values())).fqn
 
 
 def _outer_first(fqn: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,7 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.flat_param import FlatParam
+from fairshard.params.slot import ParamSlot
 from fairshard.utils.messages import broadcast, receive_on_first, scatter_rows, send_to_first
 from fairshard.utils.ragged_tensor import RaggedTensor
 from fairshard.utils.span_tensor import SpanTensor
@@ -200,8 +201,29 @@ def _registered(flat_param: FlatParam, params: Sequence[nn.Parameter]) -> Iterat
     with ExitStack() as stack:  # undoes everything, even if undoing one parameter raises
         stack.callback(flat_param.shows.unregister())
         for slot, param in zip(flat_param.slots, params, strict=True):
-            stack.callback(slot.expose(param))
+            stack.callback(_expose(slot, param))
         yield
+
+
+def _expose(slot: ParamSlot, full: nn.Parameter) -> Callable[[], None]:
+    """Register ``full`` under the names of the parameter of ``slot``; the returned function undoes this."""
+    owners = [(module, name) for module, name in slot.owners if name in module._parameters]  # others: deleted
+    for module, name in owners:
+        module.__dict__.pop(name, None)
+        module._parameters[name] = full
+
+    def conceal() -> None:
+        replaced = any(module._parameters.get(name) is not full for module, name in owners)
+        for module, name in owners:
+            module._parameters[name] = slot.registered
+        slot.detach()
+        if replaced:
+            raise FairshardError(
+                f"Parameter `{slot.fqn}` was replaced while its full value was shown; only its elements may be changed "
+                "there, in place (`with torch.no_grad(): param.copy_(...)`)."
+            )
+
+    return conceal
 
 
 class _Whole:

@@ -15,6 +15,7 @@ from fairshard.errors import FairshardError, HeldGradientError, PendingGradientE
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, ShardedGradScaler, cpu_worker
 from fairshard.optim.shard_step import ShardStep, Twin
+from fairshard.params.grads import grads_of
 from tests.kit import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
@@ -210,12 +211,12 @@ def test_held_gradients_stay_off_the_parameters_and_are_zeroed_with_them():
                 backward(twin, step)
             (shard,) = unit.flat_params
             assert shard.shard.grad is None
-            assert torch.equal(unit.shard_grad[shard.shard], twin[0].params[0].grad)
+            assert torch.equal(grads_of(unit.flat_params)[shard.shard], twin[0].params[0].grad)
             assert not any(param.grad is not None for param in model.parameters())
             assert model.params_with_grad == list(model.parameters())
             zero(set_to_none)
             twin.zero_grad()
-            left = unit.shard_grad.get(shard.shard)
+            left = grads_of(unit.flat_params).get(shard.shard)
             assert left is None if set_to_none else not left.any()
             model.zero_grad()
 

@@ -46,7 +46,7 @@ class OwnPart:
             return
         slot = stepped.slots[index]
         self.name, self.shape, self.rank = f"`{slot.fqn}`", slot.shape, self._line.rank
-        self.is_part_of_dtensor = slot.whole_shape != slot.shape
+        self.is_part_of_dtensor = slot.has_mesh and slot.leaf.shape != slot.shape
         self.is_ordered = self._line.is_ordered(self._place)
         spans = [Span(0, 0)] * self._line.layout.world_size
         for piece in stepped.line.layout.pieces:
