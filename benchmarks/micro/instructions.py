@@ -40,7 +40,7 @@ CHECKS = {
     "uncounted writes to shards": ["params.following:Following.check_values"],
     "writes to whole parameters": ["params.listing:Listing.check_unwritten", "params.listing:Listing.warn_if_written"],
     "assigned `.data`, dropped gradients": ["params.flat_param:FlatParam.begin_pass"],
-    "gradients zeroed while others wait": ["params.leaves:Leaves.forget_zeroed"],
+    "gradients zeroed while others wait": ["params.flat_param:FlatParam.forget_zeroed"],
     "changes in the middle of a forward": ["engine.root:adopt_changes"],
     "gradients that no rank has announced": ["engine.backward:check_owed", "engine.unit:check_owed"],
     "outputs that are parameters": ["engine.unit:Unit.copied_out"],

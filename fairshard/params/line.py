@@ -73,9 +73,9 @@ class FlatLine:
         """Memory of the whole parameters: ``buffer`` ``[W, S]``; the leaves point to it."""
         return Gathered(self.gather_of(buffer, comm), buffer, self.row_of(buffer), self.params_of(buffer))
 
-    def empty(self, world_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """New memory for a whole line of ``world_size`` rows."""
-        return torch.empty(world_size, self.shard_numel, dtype=dtype, device=device)
+    def empty(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """New memory for a whole line."""
+        return torch.empty(self.layout.world_size, self.shard_numel, dtype=dtype, device=device)
 
     def row_of(self, line: Tensor) -> Tensor:
         """This rank's row of a whole ``line``, as a view."""

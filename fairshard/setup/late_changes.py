@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +28,26 @@ def adopt_changes(unit: Unit) -> None:
             if any(param.is_meta for param in flat_param.registered):
                 flat_params.append(flat_param)  # some parameters have no memory yet
             else:
-                flat_params += [flat_param.split(indexes) for indexes in kinds.values()]
+                flat_params += [_part(flat_param, indexes) for indexes in kinds.values()]
         else:
             flat_param.adopt_assigned()
             flat_params.append(flat_param)
     unit.flat_params = flat_params
+
+
+def _part(flat_param: FlatParam, indexes: Sequence[int]) -> FlatParam:
+    """The parameters ``indexes`` of ``flat_param``, now of one dtype and device, as a separate flat param.
+
+    The registered parameters and the objects in `stepped` stay the same. Split off all other parameters too.
+    """
+    shows: Any = flat_param.shows
+    part = FlatParam(shows.split(indexes), flat_param.slots[indexes[0]].fqn, replace(flat_param.route))
+    part.trained = bytes(flat_param.trained[index] for index in indexes)
+    for index, stepped in enumerate(part.stepped):
+        stepped.move_to(part, index)
+    part.adopt_assigned()
+    part.shows.link()
+    return part
 
 
 def adopt_all_changes(module: nn.Module, units: Sequence[Unit]) -> None:

@@ -27,14 +27,11 @@ class ExtendedParam(FlatParam):
 
     shows: ShownExtended
     slots: list[ExtendedSlot]  # type: ignore[assignment]
+    _extension: Extension | None = None
 
     def __init__(self, shows: ShownExtended, name: str, policy: Any) -> None:
         self._policy = policy
         super().__init__(shows, name)
-
-    def _forget_runtime(self) -> None:
-        super()._forget_runtime()
-        self._extension: Extension | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_policy": self._policy}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.line import FlatLine
+from fairshard.utils.collectives import RowGather
 from fairshard.utils.layout import FlatLayout, Piece
 from fairshard.utils.messages import broadcast
 from fairshard.utils.owned_layout import OwnedLayout
@@ -69,7 +70,7 @@ class OrigParam:
         return self.slots[0].fqn
 
     def check_whole(self) -> None:
-        """See `Leaves.check_whole`."""
+        """See `FlatParam.check_whole`."""
         self._whole.check_whole(self.index)
 
     @property
@@ -96,7 +97,7 @@ class OrigParam:
             return line
         line = values.new_zeros(layout.world_size, layout.shard_numel, device=whole.compute_device)
         line[self.line.rank, : self.shard_numel] = values
-        return whole.gather_rows(line)
+        return whole.gather_rows(line, RowGather(whole.comm, line))
 
 
 class OrigLine:

@@ -44,8 +44,9 @@ class OwnedLine(Ragged):
     def _filled(self, line: Tensor) -> Tensor:
         return line.view(-1)[: self.numel]
 
-    def empty(self, world_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """New memory for a whole line; its end is padded, so that `KeptPart` can cut it into equal parts."""
+        world_size = self.layout.world_size
         return torch.empty(world_size, cut(self.numel, world_size), dtype=dtype, device=device)
 
     def row_of(self, line: Tensor) -> Tensor:
