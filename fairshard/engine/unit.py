@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from fairshard.engine.training_state import TrainingState
 from fairshard.errors import ShardChangedError
 from fairshard.params.buffers import ComputeBuffers
 from fairshard.params.flat_param import FlatParam
-from fairshard.params.kept_part import KeptParts
+from fairshard.params.kept_part import KeptPart
 from fairshard.params.registered import Registered
 from fairshard.params.rule import Rule
 from fairshard.params.versions import ShardVersions
@@ -34,7 +35,7 @@ class Unit:
         root: the `Root` of its model; None before the first forward.
         comm: the ranks that the parameters are cut among; like ``parts``, ``registered``, ``versions`` and ``buffers``
             set together with ``root``.
-        parts: parts of the parameters that stay gathered among a few ranks; None if not configured.
+        parts: of each flat param, what stays gathered among a few ranks; empty if not configured.
         registered: what the modules have registered.
         buffers: the modules' buffers in ``buffer_dtype``, if that is set.
         memory: what this rank holds; only `on` changes it.
@@ -48,7 +49,7 @@ class Unit:
 
     root: Any = None
     comm: Communicator | None = None
-    parts: KeptParts | None = None
+    parts: Sequence[KeptPart] = ()
     registered, versions = Registered(), ShardVersions()
     buffers: ComputeBuffers | None = None
 
@@ -111,7 +112,7 @@ class Unit:
 
     def keep_parts(self, among: Communicator) -> None:
         """Keep ``parts`` among these ranks from now on; the buffers to gather into must exist already."""
-        self.parts = KeptParts([flat_param.gathered.kept_line for flat_param in self.flat_params], among)
+        self.parts = [KeptPart(flat_param.gathered.kept_line, among) for flat_param in self.flat_params]
 
     # ---- what it is
 
@@ -177,8 +178,8 @@ class Unit:
                 self.root.announce(self, in_backward)
             self.unshard(in_backward)
             return True
-        if self.parts is not None and event is Event.LEAVE:
-            self.parts.end_forward(recorded)
+        for part in self.parts if event is Event.LEAVE else ():
+            part.keep(recorded)
         self.reshard()
         return True
 
@@ -200,11 +201,9 @@ class Unit:
         self.memory = State.GATHERING
 
     def _start_gathers(self, in_backward: bool) -> None:
-        if self.parts is not None and in_backward and self.parts.are_kept:
-            self.parts.unshard(self.flat_params)
-        else:
-            for flat_param in self.flat_params:
-                flat_param.unshard()
+        kept = [part for part in self.parts if part.kept is not None] if in_backward else ()  # all, or none
+        for flat_param, part in zip_longest(self.flat_params, kept):
+            flat_param.unshard(part)
 
     def wait_unshard(self) -> None:
         """Wait until the parameters are whole, if they are on their way."""
@@ -367,8 +366,8 @@ class Unit:
     def end_backward(self, awaited: bool) -> None:
         """The backward is over; ``awaited``: another one of the same forwards follows, and needs the unit first."""
         self.stop_computing()
-        if self.parts is not None and not awaited:
-            self.parts.forget()
+        for part in self.parts if not awaited else ():
+            part.keep(False)
         self.on(Event.BACKWARD_ENDS, awaited=awaited)
         self.state = TrainingState.FORWARD if self.open_calls else TrainingState.IDLE
 

@@ -213,7 +213,7 @@ class FlatParam:
         """Gather into ``gathered`` from now on."""
         gathered.copies = self.gathered.copies
         self.gathered = gathered
-        gathered.gather_by(self.route.gather)
+        gathered.custom = self.route.gather
         self._show_leaves()
 
     def _show_leaves(self) -> None:
@@ -245,7 +245,7 @@ class FlatParam:
         self.division = _UNDIVIDED if self.keeps_sums else route.division or self._mean
         self.lands_at_once = route.hook is not None
         self.landing_dtype = None if route.hook is not None or self.keeps_sums else self.grad.dtype
-        self.gathered.gather_by(route.gather)
+        self.gathered.custom = route.gather
 
     def reduce_in(self, reduce: Communicator) -> None:
         """Sum over the ranks of the shard in the group ``reduce``, which has the same ranks."""

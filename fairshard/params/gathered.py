@@ -56,11 +56,9 @@ class Gather(Protocol):
 
     def through(self, user: UserGather | None) -> Gather:
         """The gather to start: that of ``user``, where it may replace this one."""
-        ...
 
     def start(self, tag: int) -> Transfer:
         """Start the gather. **Collective.**"""
-        ...
 
 
 class Gathered:
@@ -70,8 +68,9 @@ class Gathered:
         buffer: its storage is empty while the line is resharded.
         views: the whole parameters, to which the leaves point.
         transfer: a gather not waited for yet, or None.
-        custom: the user's own all-gather, or None.
+        custom: the user's own all-gather; None: gather with the engine's own.
         copies: where parameters are copied out, if they are not gathered in place.
+        kept_line: the memory of the whole parameters; a part of it can be kept between forward and backward.
         line_id: identifies the storage of `kept_line`.
     """
 
@@ -87,12 +86,7 @@ class Gathered:
         self._row = row
         self._storage = buffer.untyped_storage()
         self._nbytes = buffer.nbytes
-        self.line_id = self._storage._cdata
-
-    @property
-    def kept_line(self) -> Tensor:
-        """The memory of the whole parameters; a part of it can be kept between forward and backward."""
-        return self.buffer
+        self.kept_line, self.line_id = buffer, self._storage._cdata
 
     def start(self, own: Tensor | None, part: KeptPart | None, tag: int) -> None:
         """Start gathering: this rank sends ``own``, or its ``part`` of the rows. **Collective.**"""
@@ -113,13 +107,8 @@ class Gathered:
     def free(self) -> None:
         """Wait for the running gather, if any, and free the memory."""
         if self.transfer is not None:
-            transfer, self.transfer = self.transfer, None
-            transfer.wait()
+            Gathered.wait(self)
         self._storage.resize_(0)
-
-    def gather_by(self, custom: UserGather | None) -> None:
-        """Gather with the user's all-gather ``custom`` from now on; None: with the engine's own."""
-        self.custom = custom
 
     def _gather_from(self, part: KeptPart | None) -> Gather:
         """The gather that fills the memory; writes ``part`` first, if given. This rank's row is already written."""

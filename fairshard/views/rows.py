@@ -171,7 +171,7 @@ def join_gathers(flat_params: Sequence[FlatParam]) -> None:
         for index, ((each, rows), columns) in enumerate(zip(joined, joint.columns, strict=True))
     ]
     for (each, _), gathered in zip(joined, together, strict=True):
-        gathered.share(joint, together)
+        gathered.share(joint.buffer, together)
         each.gather_into(gathered)
     free_storage_(joint.buffer)  # last: freed memory cannot be viewed
 
