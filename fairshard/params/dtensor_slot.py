@@ -108,9 +108,9 @@ class DTensorSlot(ParamSlot):
     def renew_leaf(self, device: torch.device) -> None:
         """Replace the leaf, which is on the meta device, with an empty one on ``device``."""
         local = torch.empty(0, dtype=self.leaf.dtype, device=device)
-        self._replace_leaf(
-            nn.Parameter(DTensor(local, self.spec_in(local.dtype), requires_grad=False), self.leaf.requires_grad)
-        )
+        leaf = nn.Parameter(DTensor(local, self.spec_in(local.dtype), requires_grad=False), self.leaf.requires_grad)
+        leaf.__dict__.update(self.leaf.__dict__)
+        self.compute_with(leaf)
 
     @property
     def shows_other(self) -> bool:

@@ -21,8 +21,7 @@ class ExtendedSlot(ParamSlot):
     def __init__(self, slot: ParamSlot) -> None:
         super().__init__(slot.leaf, slot.fqn)
         self.original: weakref.ref[nn.Parameter] | None = weakref.ref(slot.leaf)
-        for module, name in slot.owners:
-            self.add_owner(module, name)
+        self.owners += slot.owners
 
     def register(self, shard: nn.Parameter | None) -> None:
         """See `ParamSlot.register`. In addition, drops the original parameter, which would keep its memory."""

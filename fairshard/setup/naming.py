@@ -12,7 +12,9 @@ def place(unit: Unit, fqn: str) -> None:
         for flat_param in unit.flat_params:
             flat_param.name = renamed(flat_param.name, unit.fqn, fqn)
             for slot in flat_param.slots:
-                slot.rename(renamed(slot.fqn, unit.fqn, fqn))
+                slot.fqn = renamed(slot.fqn, unit.fqn, fqn)
+                if slot.placeholder is not None:
+                    slot.placeholder.fqn = slot.fqn
     unit.fqn = fqn
 
 

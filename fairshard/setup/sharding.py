@@ -86,8 +86,9 @@ def shard_parameters(
                 slot.register(None if config.flatten_parameters else flat_param.shard)
         for slot in group:
             slot.move_to(origin.device)
-            if config.flatten_parameters and not config.use_orig_params:
-                slot.explain(flat_param.shard, config.compute_dtype)
+            if slot.placeholder is not None:
+                dtype = None if slot.keeps_dtype else config.compute_dtype
+                slot.placeholder.explain(flat_param.shard, slot.leaf, dtype)
         if not flat_param.shows.on_cpu:
             flat_param.shows.move_to(origin.device)
         flat_params.append(flat_param)
@@ -246,7 +247,7 @@ def collect_slots(
                     raise ValueError(refusal(full_name, other))
                 shared.note(other, part, name, full_name)
                 continue
-            slots.setdefault(id(param), new_slot(param, full_name)).add_owner(part, name)
+            slots.setdefault(id(param), new_slot(param, full_name)).owners.append((part, name))
     found = list(slots.values())
     check_memory(found)
     return found

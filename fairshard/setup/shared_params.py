@@ -42,7 +42,7 @@ class _Use:
 
     def share(self) -> None:
         """Make the module refer to the parameter as its owners do."""
-        self.slot.add_owner(self.module, self.name)
+        self.slot.owners.append((self.module, self.name))
         self.module._parameters[self.name] = self.slot.registered
         if self.slot.placeholder is not None:
             self.module.__dict__[self.name] = self.slot.placeholder
