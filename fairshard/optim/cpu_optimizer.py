@@ -38,6 +38,7 @@ from fairshard.optim.grad_staging import GradStaging
 from fairshard.optim.local_parts import LocalParts
 from fairshard.optim.shard_step import ShardStep, Twin, is_moment
 from fairshard.params.flat_param import FlatParam
+from fairshard.params.rule import GradHome
 from fairshard.setup.claim import claim
 
 
@@ -277,7 +278,8 @@ class CPUOptimizer(Optimizer):
                 if grad is None or param in done:
                     continue
                 flat_param = self._flat_params.get(param)
-                is_held = flat_param is not None and flat_param.grad is not None and flat_param.grad.is_held
+                kept = None if flat_param is None else flat_param.grad
+                is_held = kept is not None and kept.home is GradHome.HELD
                 is_narrow = self.state_dtype is not None and param.device.type == "cpu"
                 if not is_held and not is_narrow:
                     beside.append(param)

@@ -373,7 +373,7 @@ class FlatParam:
             if pending is not None:
                 if grad is not None:
                     pending.add(index, self._as_kept(slot, grad))
-                grad = pending.take(index)
+                grad, pending.sums[index] = pending.sums[index], None  # sent now
             if grad is None:
                 empty += runs
                 continue

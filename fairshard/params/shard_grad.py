@@ -53,8 +53,9 @@ class GradTransfers:
             self.stream.wait(made)
             target.copy_(source, non_blocking=True)
             landed = self.stream.record()
-        while self._reads and (self._reads[0][1].has_passed() or self._num_kept_bytes() > MAX_KEPT_NBYTES):
-            self._reads.popleft()[1].wait()
+        reads = self._reads
+        while reads and (reads[0][1].has_passed() or sum(kept.nbytes for kept, _ in reads) > MAX_KEPT_NBYTES):
+            reads.popleft()[1].wait()
         self._reads.append((source, landed))
         return landed
 
@@ -67,9 +68,6 @@ class GradTransfers:
                 self.waited_s += time.perf_counter() - started
         while counts and self._reads and self._reads[0][1].has_passed():  # never on the optimizer's thread
             self._reads.popleft()
-
-    def _num_kept_bytes(self) -> int:
-        return sum(source.nbytes for source, _ in self._reads)
 
 
 def unexpected_error(fqn: str) -> BackwardOrderError:
@@ -112,7 +110,7 @@ class ShardGrad:
     ) -> None:
         self._shard = shard
         self.dtype = dtype
-        self._home = home
+        self.home = home
         self.transfers = transfers
         self._held = held
         self._buffers: deque[Tensor] = deque(maxlen=2)  # the second is used while gradients accumulate
@@ -124,7 +122,7 @@ class ShardGrad:
     @property
     def _own(self) -> Tensor | None:
         """What is kept for the shard itself."""
-        return self._held if self._home is GradHome.HELD else self._shard.grad
+        return self._held if self.home is GradHome.HELD else self._shard.grad
 
     @property
     def shown(self) -> Sequence[Tensor | None]:
@@ -140,7 +138,7 @@ class ShardGrad:
         return self._filled(self._shard.shape, value, shares_memory)
 
     def _filled(self, shape: Sequence[int], value: float, shares_memory: bool) -> Tensor:
-        device = self.transfers.device if self.is_held else self._shard.device
+        device = self.transfers.device if self.home is GradHome.HELD else self._shard.device
         filled = torch.full((1,) if shares_memory else shape, value, dtype=self.dtype, device=device)
         return filled.expand(shape) if shares_memory else filled
 
@@ -166,24 +164,16 @@ class ShardGrad:
 
     def _show_behind(self, face: int, grad: Tensor) -> None:
         """Make ``grad`` the reduced gradient of a face, behind its placeholder if it has one."""
-        if self.pending is not None and self.pending.covers(face):
-            self.pending.replace(face, grad)
-        else:
+        cover = None if self.pending is None else self.pending.covers.get(face)
+        if cover is None:
             self.show(face, grad)
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether gradients move to host memory."""
-        return self._home is GradHome.HOST
-
-    @property
-    def is_held(self) -> bool:
-        """Whether gradients are held here, on the compute device, and not on the shard."""
-        return self._home is GradHome.HELD
+        else:
+            cover.earlier = grad
 
     def tensors(self) -> list[Tensor]:
         """Memory that this object keeps between steps."""
-        return list(self._buffers) if self.is_on_host else [grad for grad in (self.value,) if grad is not None]
+        kept = self._buffers if self.home is GradHome.HOST else (self.value,)
+        return [grad for grad in kept if grad is not None]
 
     def add(self, reduced: Tensor, reached: bytes | None = None) -> None:
         """Set or add ``reduced``, made on the current stream; if gradients move to the host, `land` completes the move.
@@ -192,7 +182,7 @@ class ShardGrad:
         """
         if reduced.dtype != self.dtype:
             reduced = reduced.to(self.dtype)
-        if self._home is not GradHome.HOST:
+        if self.home is not GradHome.HOST:
             self._receive(reduced, reached)
             return
         host = self._take_buffer()
@@ -200,7 +190,7 @@ class ShardGrad:
 
     def note_sent(self) -> None:
         """A sum is sent: if the backward raises before it arrives, it counts as added. Copies to the host do not."""
-        shown = () if self._home is GradHome.HOST else self.shown
+        shown = () if self.home is GradHome.HOST else self.shown
         if any(grad is not None for grad in shown):
             self.landed = Landed(shown)
 
@@ -261,7 +251,7 @@ class ShardGrad:
         """Manage the faces of ``pending`` from now on, which another object for the same shard has managed."""
         self.pending = pending
         if pending is not None:
-            pending.move_to(self)
+            pending.faces = self
 
     def drop_zeroed(self, names: Sequence[str]) -> None:
         """Adopt what the user has done to placeholders; see `PendingGrads.drop_zeroed`."""
@@ -280,13 +270,13 @@ class ShardGrad:
         self.landed = None
 
     def _drop_if_empty(self) -> None:
-        if not self.pending:
+        if self.pending is not None and not self.pending.covers:
             self.pending = None
 
     # ---- private
 
     def _set(self, grad: Tensor | None) -> None:
-        if self._home is GradHome.HELD:
+        if self.home is GradHome.HELD:
             self._held = grad
         elif self.dtype == self._shard.dtype:
             self._shard.grad = grad

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -111,14 +111,6 @@ class ShownShard:
         """Register the shard as parameter ``key`` of ``module``."""
         self.holder, self.key = module, key
         module.register_parameter(key, self.shard)
-
-    def unregister(self) -> Callable[[], None]:
-        """Undo `register_on`, if it was called; the returned function registers again."""
-        holder, key = self.holder, self.key
-        if holder is None:
-            return lambda: None
-        holder._parameters[key] = None  # keeps its position in the module
-        return lambda: holder._parameters.update({key: self.shard})
 
     # ---- copies
 

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fairshard.engine.tree import units_below
+from fairshard.params.rule import GradHome
 from fairshard.utils.layout import FlatLayout
 from fairshard.utils.owned_layout import OwnedLayout
 from fairshard.utils.size_text import size_text
@@ -95,7 +96,7 @@ def state_bytes(model: nn.Module, optimizer: Optimizer) -> StateBytes:
             device += [] if flat_param.device_shard is None else [flat_param.device_shard]
             device += [] if pending is None or pending.shard_sum is None else [pending.shard_sum]
             if grad is not None:
-                (host if grad.is_on_host else device).extend(grad.tensors())
+                (host if grad.home is GradHome.HOST else device).extend(grad.tensors())
             states = [optimizer.state.get(stepped.shard, {}) for stepped in flat_param.stepped]
             moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
             own = [value.to_local() if isinstance(value, DTensor) else value for value in moments]

@@ -18,6 +18,7 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.flat_param import FlatParam
+from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot
 from fairshard.utils.messages import broadcast, receive_on_first, scatter_rows, send_to_first
 from fairshard.utils.ragged_tensor import RaggedTensor
@@ -199,10 +200,19 @@ def _summoned(unit: Unit) -> Iterator[None]:
 @contextmanager
 def _registered(flat_param: FlatParam, params: Sequence[nn.Parameter]) -> Iterator[None]:
     with ExitStack() as stack:  # undoes everything, even if undoing one parameter raises
-        stack.callback(flat_param.shows.unregister())
+        stack.callback(_unregister(flat_param.shows))
         for slot, param in zip(flat_param.slots, params, strict=True):
             stack.callback(_expose(slot, param))
         yield
+
+
+def _unregister(shows: ShownShard) -> Callable[[], None]:
+    """Undo `ShownShard.register_on`, if it was called; the returned function registers again."""
+    holder, key = shows.holder, shows.key
+    if holder is None:
+        return lambda: None
+    holder._parameters[key] = None  # keeps its position in the module
+    return lambda: holder._parameters.update({key: shows.shard})
 
 
 def _expose(slot: ParamSlot, full: nn.Parameter) -> Callable[[], None]:

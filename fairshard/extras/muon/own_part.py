@@ -12,6 +12,7 @@ from fairshard.checks.optimizer_check import stepped_of
 from fairshard.errors import FairshardError, ShardOptimizerError
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.line import FlatLine
+from fairshard.params.rule import GradHome
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.groups import communicator
 from fairshard.utils.owned_layout import OwnedLayout
@@ -126,7 +127,7 @@ class OwnPart:
 
     def _whole_grad(self) -> Tensor | None:
         grad = None if self._stepped is None else self._stepped.grad
-        if grad is not None and grad.is_held:
+        if grad is not None and grad.home is GradHome.HELD:
             held: Tensor | None = grad.value
             return held
         return self.param.grad
