@@ -120,7 +120,7 @@ class DTensorSlot(ParamSlot):
 
     @torch.no_grad()
     def local_grad(self, grad: Tensor) -> Tensor:
-        """The local tensor of ``grad``, placed like the parameter. **Collective** if it is placed differently.
+        """The local tensor of ``grad``, dense, placed like the parameter. **Collective** if it is placed differently.
 
         Dimensions of the mesh over which the unit reduces may keep partial sums.
 
@@ -138,7 +138,8 @@ class DTensorSlot(ParamSlot):
         ]
         if list(grad.placements) != wanted:
             grad = grad.redistribute(placements=wanted)
-        return grad._local_tensor
+        local = grad._local_tensor
+        return local.to_dense() if local.is_sparse else local
 
     def __getstate__(self) -> dict[str, Any]:
         if not self.is_gathered:  # with an offset, torch's deepcopy would look for memory of the leaf's own

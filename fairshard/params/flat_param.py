@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from operator import attrgetter
 from typing import Any
 
@@ -27,7 +28,7 @@ from fairshard.params.route import Route
 from fairshard.params.rule import GradHome, Rule
 from fairshard.params.shard_grad import GradTransfers, unexpected_error
 from fairshard.params.shown import ShownShard
-from fairshard.params.slot import ParamSlot, plain_and_others
+from fairshard.params.slot import ParamSlot
 from fairshard.utils.autograd import accumulate_node, reached, reaches
 from fairshard.utils.block import joined_columns
 from fairshard.utils.buckets import Bucket, Division, Hook
@@ -66,7 +67,6 @@ class FlatParam:
     is_owed = False
     reached: bytes | None = None
     num_sent = 0
-    _uses = 0
     _is_updated = True
     _hooks: Any = ()
 
@@ -171,17 +171,17 @@ class FlatParam:
         self.follow_requires_grad()
         self._given = comms
         comm = self.comm = comms.shard
-        self.tag_id = comm.new_id()
+        self.tag_id, self._uses = comm.new_id(), count(1)
         self.reduce_id = self.tag_id if comms.reduce is comm else comms.reduce.new_id()
         self.replica_id = 0 if comms.replicas is None else comms.replicas.new_id()
-        self._mean = rule.division_among(comms.num_ranks)
+        self._mean = Division(rule.divide_before, comms.num_ranks / rule.divide_before)
         self.compute_dtype = self.compute_dtype_under(rule)
         self.reduce_dtype = rule.reduce_dtype_of(self.compute_dtype)
         self._sum_dtype = torch.promote_types(self.compute_dtype, self.reduce_dtype)
         self.compute_device = transfers.device
         home = rule.grad_home if self.shows.on_cpu else GradHome.SHARD
         held, pending = (None, None) if self.grad is None else (self.grad.value, self.grad.pending)  # of another model
-        grad_dtype = rule.grad_dtype_of(self.shard.dtype, self.reduce_dtype)
+        grad_dtype = self.reduce_dtype if rule.keeps_reduce_dtype else self.shard.dtype
         with torch.inference_mode(False), torch.no_grad():
             if self.shows.on_cpu:
                 self._place_on_cpu(keep_on_device=not rule.cpu_offload)
@@ -221,9 +221,11 @@ class FlatParam:
 
         Those frozen now keep their hooks for earlier graphs.
         """
-        for index, (slot, view) in enumerate(zip(self.slots, self.gathered.views, strict=True)):
+        pairs = list(zip(self.slots, self.gathered.views, strict=True))
+        for index, (slot, view) in enumerate(pairs):
             is_whole = slot.is_gathered
-            slot.leaf.requires_grad_(bool(self.trained[index]))
+            if slot.leaf.requires_grad != self.trained[index]:  # torch refuses it for what inference mode has made
+                slot.leaf.requires_grad_(bool(self.trained[index]))
             slot.show(view)  # a leaf's graph node remembers the shape and dtype that it was made with
             if self.trained[index] and self._nodes[index] is None:
                 self._nodes[index] = accumulate_node(slot.leaf)
@@ -231,7 +233,10 @@ class FlatParam:
             if not is_whole:
                 slot.detach()
         self.nodes = [node if trains else None for node, trains in zip(self._nodes, self.trained, strict=True)]
-        self._plain, self._others = plain_and_others(self.slots, self.gathered.views)
+        # To set the data of plain leaves in one loop costs far less host time than one call for each. Holds until a
+        # leaf is replaced, which happens before the first forward only.
+        self._plain = [(slot.leaf, view, slot.empty) for slot, view in pairs if type(slot) is ParamSlot]
+        self._others = [(slot, view) for slot, view in pairs if type(slot) is not ParamSlot]
 
     def follow_route(self) -> None:
         """Apply the settings of `route`; call this after each change to them, between passes."""
@@ -277,13 +282,10 @@ class FlatParam:
         if self.computes_on_shard:
             if self.gathered.buffer.data_ptr() != self.shard.data_ptr():  # the user assigned `shard.data`
                 self.gathered = self.line.in_place(self.shard.data.view(1, -1), self.comm)
-                for slot, view in zip(self.slots, self.gathered.views, strict=True):
-                    slot.show(view)
-                self._plain, self._others = plain_and_others(self.slots, self.gathered.views)
+                self._show_leaves()
         elif self.has_elements:
-            self._uses += 1
             own = self._newest() if part is None else None
-            self.gathered.start(own, part, exchange_tag("all_gather", self.tag_id, self._uses))
+            self.gathered.start(own, part, exchange_tag("all_gather", self.tag_id, next(self._uses)))
 
     def _newest(self) -> Tensor:
         """The current values of the shard, in its copy on the compute device if that exists."""
@@ -313,18 +315,10 @@ class FlatParam:
         if not self.computes_on_shard:
             self.gathered.free()
 
-    @torch.no_grad()
-    def gather_line(self, values: Tensor) -> Tensor:
-        """``values`` ``[S]`` of every rank as a line in new memory on the compute device. **Collective.**"""
-        line = self.line.empty(values.dtype, self.compute_device)
-        self.line.row_of(line).copy_(values)
-        return self.gather_rows(line, self.line.gather_of(line, self.comm))
-
     def gather_rows(self, rows: Tensor, gather: Gather) -> Tensor:
         """Fill ``rows``, in which this rank's row is already written, by ``gather``. **Collective.**"""
         if rows.numel():
-            self._uses += 1
-            gather.start(exchange_tag("all_gather", self.tag_id, self._uses)).wait()
+            gather.start(exchange_tag("all_gather", self.tag_id, next(self._uses))).wait()
         return rows
 
     # ---- gradients
@@ -378,7 +372,7 @@ class FlatParam:
                 empty += runs
                 continue
             if is_dtensor or grad.is_sparse:
-                grad = _local(slot, grad)
+                grad = slot.local_grad(grad)
             self.contributed[index] = 1
             if self.reached is not None and not self.reached[index]:
                 raise unexpected_error(slot.fqn)
@@ -404,7 +398,7 @@ class FlatParam:
     def _as_kept(self, slot: ParamSlot, grad: Tensor) -> Tensor:
         """A leaf's gradient as it is kept pending: in the wider of compute and reduce dtype."""
         if self._sum_dtype != self.compute_dtype:  # made local in that dtype: the sum over its own mesh would round
-            return _local(slot, grad.to(self._sum_dtype))
+            return slot.local_grad(grad.to(self._sum_dtype))
         return grad.to_dense() if grad.is_sparse else grad
 
     def note_sent(self) -> None:
@@ -494,12 +488,6 @@ class FlatParam:
         for index, one in enumerate(self.stepped if self.pending is not None else ()):
             if face in (None, index):
                 self.grad.pending.check_absent(index, one.name, f"{self.slots[index].fqn}, rank {self.line.rank}")
-
-
-def _local(slot: ParamSlot, grad: Tensor) -> Tensor:
-    """The gradient of the leaf of ``slot``, dense, and without its own mesh if it has one."""
-    grad = slot.local_grad(grad)
-    return grad.to_dense() if grad.is_sparse else grad
 
 
 _UNDIVIDED = Division(1.0, 1.0)

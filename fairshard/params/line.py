@@ -91,14 +91,6 @@ class FlatLine:
         spans = map(self.layout.param_span, range(len(self.shapes)))
         return [line[span.start : span.stop].view(shape) for shape, span in zip(self.shapes, spans, strict=True)]
 
-    def lay_out(self, values: list[Tensor]) -> Tensor:
-        """Whole parameters as a line ``[W, S]`` in new memory, padded with zeros."""
-        line = values[0].new_zeros(self.layout.padded_numel)
-        for index, value in enumerate(values):
-            span = self.layout.param_span(index)
-            line[span.start : span.stop] = value.reshape(-1)
-        return line.view(self.layout.world_size, self.shard_numel)
-
     def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
         """This rank's run of each parameter: the index of its first element, and a view of ``values`` ``[S]``."""
         runs = [(0, values[:0]) for _ in self.shapes]

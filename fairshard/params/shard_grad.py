@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,15 +79,6 @@ def unexpected_error(fqn: str) -> BackwardOrderError:
     )
 
 
-@dataclass(frozen=True)
-class _Flight:
-    """A copy to ``host`` not waited for yet; it is complete when ``landed`` has passed."""
-
-    host: Tensor
-    landed: Event
-    reached: bytes | None
-
-
 class ShardGrad:
     """The gradient of one shard, in ``dtype``.
 
@@ -114,7 +104,8 @@ class ShardGrad:
         self.transfers = transfers
         self._held = held
         self._buffers: deque[Tensor] = deque(maxlen=2)  # the second is used while gradients accumulate
-        self.flights: deque[_Flight] = deque()  # copies that `land` has not waited for yet
+        # Copies that `land` has not waited for yet, the event after each, and the parameters that it has gradients of.
+        self.flights: deque[tuple[Tensor, Event, bytes | None]] = deque()
         self._is_new = False  # there was no gradient before the last one was added
 
     # ---- what users see
@@ -186,7 +177,7 @@ class ShardGrad:
             self._receive(reduced, reached)
             return
         host = self._take_buffer()
-        self.flights.append(_Flight(host, self.transfers.copy(reduced, host), reached))
+        self.flights.append((host, self.transfers.copy(reduced, host), reached))
 
     def note_sent(self) -> None:
         """A sum is sent: if the backward raises before it arrives, it counts as added. Copies to the host do not."""
@@ -202,14 +193,14 @@ class ShardGrad:
     def land(self, counts: bool = True) -> None:
         """Wait for all copies and make their gradients visible; ``counts`` as in `GradTransfers.wait`."""
         while self.flights:
-            flight = self.flights.popleft()
-            self.transfers.wait(flight.landed, counts)
-            self._receive(flight.host, flight.reached)
+            host, landed, reached = self.flights.popleft()
+            self.transfers.wait(landed, counts)
+            self._receive(host, reached)
 
     def discard_flights(self) -> None:
         """Wait for all copies and drop their gradients, because their backward was interrupted."""
         while self.flights:
-            self.transfers.wait(self.flights.popleft().landed)
+            self.transfers.wait(self.flights.popleft()[1])
 
     def value_or_zeros(self) -> Tensor:
         """The reduced gradient ``[S]``; creates zeros if missing."""

@@ -2,7 +2,6 @@
 
 import copy
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,19 +48,6 @@ class _Guard:
 def guard_of(module: nn.Module) -> _Guard | None:
     """The guard of ``module``, if shards are registered on it in place of parameters."""
     return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Guard)), None)
-
-
-def plain_and_others(
-    slots: Sequence["ParamSlot"], views: Sequence[Tensor]
-) -> tuple[list[tuple[nn.Parameter, Tensor, Tensor]], list[tuple["ParamSlot", Tensor]]]:
-    """The ``slots`` whose `show` and `clear` only set the leaf's data, as (leaf, view, empty); then all others.
-
-    To set them all in one loop costs far less host time than one call for each. Holds until a leaf is replaced, which
-    happens before the first forward only.
-    """
-    pairs = list(zip(slots, views, strict=True))
-    plain = [(slot.leaf, view, slot.empty) for slot, view in pairs if type(slot) is ParamSlot]
-    return plain, [(slot, view) for slot, view in pairs if type(slot) is not ParamSlot]
 
 
 _slots: WeakIdKeyDictionary = WeakIdKeyDictionary()  # leaf -> its slot, as long as the slot lives
@@ -112,8 +98,8 @@ class ParamSlot:
         return self.leaf.shape == self.shape
 
     def local_grad(self, grad: Tensor) -> Tensor:
-        """This rank's part of ``grad``, the gradient of the leaf: all of it."""
-        return grad
+        """This rank's part of ``grad``, the gradient of the leaf: all of it, dense."""
+        return grad.to_dense() if grad.is_sparse else grad
 
     @property
     def keeps_dtype(self) -> bool:

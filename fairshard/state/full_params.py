@@ -133,7 +133,7 @@ def gather_params(flat_param: Stepped, values: Tensor, first_only: bool, offload
         return [] if first_only and flat_param.line.rank else [whole.to(device, copy=True)]
     values = values.reshape(-1)
     if not first_only:
-        return [part.to(device, copy=True) for part in flat_param.line.params_of(flat_param.gather_line(values))]
+        return [part.to(device, copy=True) for part in flat_param.line.params_of(gather_line(flat_param, values))]
     comm, layout = flat_param.comm, flat_param.line.layout
     values = values.to(flat_param.compute_device).contiguous()
     runs = [values[piece.target.start : piece.target.stop] for piece in layout.pieces_of(comm.rank)]
@@ -150,6 +150,28 @@ def gather_params(flat_param: Stepped, values: Tensor, first_only: bool, offload
         comm.group,
     )
     return [flat_param.line.shaped(index, line).to(device) for index, line in enumerate(lines)]
+
+
+@torch.no_grad()
+def gather_line(flat_param: Stepped, values: Tensor) -> Tensor:
+    """``values``, shaped like the shard, of every rank as a line on the compute device. **Collective.**"""
+    if isinstance(flat_param, OrigParam):
+        return flat_param.gather_line(values)
+    line = flat_param.line.empty(values.dtype, flat_param.compute_device)
+    flat_param.line.row_of(line).copy_(values)
+    return flat_param.gather_rows(line, flat_param.line.gather_of(line, flat_param.comm))
+
+
+def lay_out(flat_param: Stepped, values: list[Tensor]) -> Tensor:
+    """The whole parameters ``values`` as rows ``[W, S]`` in new memory, padded with zeros to the longest row."""
+    if isinstance(flat_param, OrigParam):
+        return flat_param.line.lay_out(values)
+    line, layout = flat_param.line, flat_param.line.layout
+    rows = values[0].new_zeros(layout.world_size, layout.shard_numel)
+    for index, (blocks, value) in enumerate(zip(layout.blocks, values, strict=True)):
+        for block in blocks:
+            block.of(rows).copy_(block.like(line.flattened(index, value)))
+    return rows
 
 
 def scatter_params(flat_param: Stepped, values: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -171,7 +193,7 @@ def scatter_params(flat_param: Stepped, values: list[Tensor], dtype: torch.dtype
             row.copy_(values[0].reshape(-1))
         broadcast(row, 0, flat_param.comm.group)  # rows of all ranks would be as many times its size
     else:
-        line = flat_param.line.lay_out(values).to(flat_param.compute_device) if values else None
+        line = lay_out(flat_param, values).to(flat_param.compute_device) if values else None
         scatter_rows(row, line, flat_param.comm.group)
     own = row[: flat_param.shard_numel]
     if is_ragged:

@@ -57,14 +57,6 @@ class OwnedLine(Ragged):
         """The gather that fills a whole ``line``, in which this rank's row is written before."""
         return UnequalGather(comm, self._filled(line), self.rows_of(line))
 
-    def lay_out(self, values: list[Tensor]) -> Tensor:
-        """Whole parameters as rows ``[W, S]`` in new memory, padded with zeros to the longest row."""
-        rows = values[0].new_zeros(self.layout.world_size, self.layout.shard_numel)
-        for blocks, value in zip(self.layout.blocks, values, strict=True):
-            for block in blocks:
-                block.of(rows).copy_(block.like(value.reshape(-1)))
-        return rows
-
     def bucket_views(self, columns: Any) -> list[list[Tensor]]:
         """For each parameter, its gradient in ``columns``, the rows of its bucket; then the padding: none."""
         places = enumerate(zip(self.shapes, self.layout.owners, strict=True))

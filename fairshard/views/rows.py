@@ -62,14 +62,6 @@ class Rows(FlatLine):
         """The shape of this rank's part of parameter ``index``."""
         return self.cuts[index].shape_of(self.layout.num_rows(index, self.rank))
 
-    def lay_out(self, values: list[Tensor]) -> Tensor:
-        """Whole parameters as a buffer ``[W, S]`` in new memory, padded with zeros."""
-        buffer = values[0].new_zeros(self.layout.world_size, self.shard_numel)
-        for index, value in enumerate(values):
-            for block in self.layout.blocks[index]:
-                block.of(buffer).copy_(block.like(self.flattened(index, value)))
-        return buffer
-
     # ---- gathered
 
     def gathered_in(self, buffer: Tensor, comm: Communicator) -> Gathered:

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairshard.nn import FSDP, FullOptimStateDictConfig, FullStateDictConfig, StateDictType
-from fairshard.params.flat_param import FlatParam
-from fairshard.params.line import FlatLine
+from fairshard.state import full_params
 from tests.models import SavedTransposed, mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn
@@ -214,8 +213,8 @@ def lines_alive():
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for kind, name in ((FlatParam, "gather_line"), (FlatLine, "lay_out")):
-            patch.setattr(kind, name, watched(getattr(kind, name)))
+        for name in ("gather_line", "lay_out"):
+            patch.setattr(full_params, name, watched(getattr(full_params, name)))
         yield most
 
 
