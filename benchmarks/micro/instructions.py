@@ -36,7 +36,10 @@ OURS = ("fairshard", "fairshard-fully-shard")
 WORLD_SIZE, NUM_UNITS, WARMUP, PASSES = 8, 50, 3, 5
 CHECKS = {
     "changed `requires_grad`": ["params.following:Following.follow", "params.following:Following.settle"],
-    "counted writes to shards": ["params.versions:ShardVersions.read", "params.versions:ShardVersions.check_unchanged"],
+    "counted writes to shards": [
+        "params.registered:Registered.shard_versions",
+        "params.registered:Registered.check_unchanged",
+    ],
     "uncounted writes to shards": ["params.following:Following.check_values"],
     "writes to whole parameters": ["params.listing:Listing.check_unwritten", "params.listing:Listing.warn_if_written"],
     "assigned `.data`, dropped gradients": ["params.flat_param:FlatParam.begin_pass"],

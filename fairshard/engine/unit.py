@@ -20,7 +20,6 @@ from fairshard.params.flat_param import FlatParam
 from fairshard.params.kept_part import KeptPart
 from fairshard.params.registered import Registered
 from fairshard.params.rule import Rule
-from fairshard.params.versions import ShardVersions
 from fairshard.utils.buckets import Bucketer
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.dynamo import not_traced, set_tracer
@@ -33,7 +32,7 @@ class Unit:
 
     Attributes:
         root: the `Root` of its model; None before the first forward.
-        comm: the ranks that the parameters are cut among; like ``parts``, ``registered``, ``versions`` and ``buffers``
+        comm: the ranks that the parameters are cut among; like ``parts``, ``registered`` and ``buffers``
             set together with ``root``.
         parts: of each flat param, what stays gathered among a few ranks; empty if not configured.
         registered: what the modules have registered.
@@ -50,7 +49,7 @@ class Unit:
     root: Any = None
     comm: Communicator | None = None
     parts: Sequence[KeptPart] = ()
-    registered, versions = Registered(), ShardVersions()
+    registered = Registered()
     buffers: ComputeBuffers | None = None
 
     def __init__(
@@ -104,7 +103,7 @@ class Unit:
         for flat_param in self.flat_params:
             flat_param.materialize(comms, self.rule, shared.transfers, self._leaf_hook())
             flat_param.gathered.copies = shared.copies
-        self.registered, self.versions = Registered(self.flat_params), ShardVersions(self.flat_params)
+        self.registered = Registered(self.flat_params)
         self.input_dtype = self.rule.root_input_dtype if self is root.units[0] else self.rule.input_dtype
         if self.rule.buffer_dtype is not None:
             self.buffers = ComputeBuffers(self.origin.without_ignored(modules), self.rule.buffer_dtype)
@@ -162,7 +161,7 @@ class Unit:
         """Gather or free, if `action` says so, at ``event``; returns whether it did. **Collective** if it gathers."""
         reuses = self.memory is not State.SHARDED and (event is Event.ENTER or event is Event.PASS_BEGINS)
         facts = Now(
-            stale=reuses and self.versions.read() != self.stamp,
+            stale=reuses and self.registered.shard_versions() != self.stamp,
             open_calls=self.open_calls,
             recorded=recorded,
             hidden=self.is_hidden,
@@ -186,7 +185,7 @@ class Unit:
     def unshard(self, in_backward: bool) -> None:
         """Start gathering; called by `on` alone. **Collective.**"""
         stream = self.shared.unshard_stream
-        self.stamp = self.versions.read()
+        self.stamp = self.registered.shard_versions()
         if self.stamp != self.seen and not in_backward:  # written to since the pass began, on this stream
             self._read_shards()
             self.stamp = self.seen
@@ -235,7 +234,7 @@ class Unit:
         """Adopt what the user has written and assigned."""
         for flat_param in self.flat_params:
             flat_param.begin_pass()
-        self.seen = self.versions.read()
+        self.seen = self.registered.shard_versions()
 
     def open(self) -> None:
         """A call begins to compute with the whole parameters."""
