@@ -20,6 +20,7 @@ from fairshard.utils.ragged_tensor import RaggedTensor, ragged_like
 from fairshard.utils.span import Span
 from fairshard.utils.user_line import level_of_user
 from fairshard.views.orig_param import OrigParam
+from fairshard.views.rows import is_ordered
 
 _LEAST = 4096  # torchao keeps the state of smaller tensors in the dtype of the parameter
 _NEW_BUFFER = "_new_buffer"
@@ -111,7 +112,7 @@ def _cuts(stepped: Any, shape: Sequence[int], own: Span, target: Span) -> tuple[
     """Positions between which a rank has consecutive elements of a parameter of ``shape``."""
     is_single = isinstance(stepped, OrigParam)
     place, line = (stepped.index, stepped.line.whole) if is_single else (0, stepped.line)
-    if line.is_ordered(place):
+    if is_ordered(line, place):
         return own.start, own.stop, target.start
     dim = stepped.shows.dims[place]
     return (own.numel // prod(shape[:dim]),)

@@ -47,10 +47,6 @@ class FlatLine:
         """The whole parameter ``index``, from its elements ``flat`` in the order of `flattened`."""
         return flat.view(self.shapes[index])
 
-    def is_ordered(self, index: int) -> bool:
-        """Whether the elements of parameter ``index`` are cut in the order of their memory."""
-        return True
-
     @torch.no_grad()
     def cut(self, values: list[Tensor]) -> Tensor:
         """This rank's shard ``[S]`` of whole parameters ``values``, padded with zeros, in new memory."""

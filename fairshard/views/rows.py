@@ -54,10 +54,6 @@ class Rows(FlatLine):
         parts = each.stacked(flat.view(each.world_size, -1))
         return parts.movedim(0, each.dim).flatten(each.dim, each.dim + 1)
 
-    def is_ordered(self, index: int) -> bool:
-        """Whether the elements of parameter ``index`` are cut in the order of their memory."""
-        return not self.cuts[index].dim
-
     def own_shape(self, index: int) -> tuple[int, ...]:
         """The shape of this rank's part of parameter ``index``."""
         return self.cuts[index].shape_of(self.layout.num_rows(index, self.rank))
@@ -149,6 +145,11 @@ class Rows(FlatLine):
             return [value.reshape_as(runs[0])]  # faster than with a torch.Size
         flat = value.reshape(-1)
         return [block.like(flat) for block in self.layout.blocks[index]]
+
+
+def is_ordered(line: FlatLine, index: int) -> bool:
+    """Whether the elements of parameter ``index`` are cut in the order of their memory."""
+    return not (isinstance(line, Rows) and line.cuts[index].dim)
 
 
 def join_gathers(flat_params: Sequence[FlatParam]) -> None:

@@ -18,6 +18,7 @@ from fairshard.utils.groups import communicator
 from fairshard.utils.owned_layout import OwnedLayout
 from fairshard.utils.span import Span
 from fairshard.views.orig_param import OrigParam, Stepped
+from fairshard.views.rows import is_ordered
 from fairshard.views.shown_extended import ShownExtended
 
 
@@ -48,7 +49,7 @@ class OwnPart:
         slot = stepped.slots[index]
         self.name, self.shape, self.rank = f"`{slot.fqn}`", slot.shape, self._line.rank
         self.is_part_of_dtensor = slot.has_mesh and slot.leaf.shape != slot.shape
-        self.is_ordered = self._line.is_ordered(self._place)
+        self.is_ordered = is_ordered(self._line, self._place)
         spans = [Span(0, 0)] * self._line.layout.world_size
         for piece in stepped.line.layout.pieces:
             if piece.index == index:
