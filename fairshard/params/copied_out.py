@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from fairshard.params.gathered import Gather, Gathered
-from fairshard.params.kept_part import KeptPart
 from fairshard.utils.block import joined_columns
 from fairshard.utils.span import cut
-from fairshard.utils.storage import alloc_storage_, free_storage_
+from fairshard.utils.storage import free_storage_
 from fairshard.utils.streams import now
 from fairshard.utils.transfers import Ready
 
@@ -83,17 +82,12 @@ class CopiedOut(Gathered):
         self._together = together
         self._storage, self._nbytes = buffer.untyped_storage(), buffer.nbytes
 
-    def start(self, own: Tensor | None, part: KeptPart | None, tag: int) -> None:
-        """Start gathering into the buffer, or, from a ``part``, directly into the line. **Collective.**"""
-        if part is not None:
-            alloc_storage_(self.kept_line)
-            self.transfer = self._gather_from(part).start(tag)
-            self._is_to_copy = False
-            return
+    def start(self, own: Tensor | None, tag: int) -> None:
+        """Start gathering into the buffer. **Collective.**"""
         copies = None if self.buffer.is_cpu else self.copies
         if copies is not None:
             copies.free_if(self._storage)
-        super().start(own, part, tag)
+        super().start(own, tag)
         self._is_to_copy = True
         if copies is not None and self is self._together[-1]:
             copies.free()

@@ -31,9 +31,8 @@ from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot
 from fairshard.utils.autograd import accumulate_node, reached, reaches
 from fairshard.utils.block import joined_columns
-from fairshard.utils.buckets import Bucket, Division, Hook
+from fairshard.utils.buckets import Division, Hook
 from fairshard.utils.collectives import Communicator, Communicators, exchange_tag
-from fairshard.utils.layout import FlatLayout
 from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.storage import set_data
 
@@ -95,11 +94,6 @@ class FlatParam:
         return self.shows.shard
 
     @property
-    def registered(self) -> tuple[nn.Parameter, ...]:
-        """The parameters that users see and attach hooks to."""
-        return self.shows.registered
-
-    @property
     def stepped(self) -> Sequence[Any]:
         """The objects whose ``shard`` optimizers step: this flat param, or one `OrigParam` per parameter."""
         return self.shows.stepped_by(self)
@@ -133,27 +127,6 @@ class FlatParam:
         if self.nodes:
             self._show_leaves()
 
-    # ---- the interface of `GradSource`
-
-    @property
-    def layout(self) -> FlatLayout:
-        """The position of each parameter on the line."""
-        return self.line.layout
-
-    @property
-    def bucket_kind(self) -> type[Bucket]:
-        """The class of its bucket."""
-        return self.line.bucket_kind
-
-    @property
-    def bucket_numel(self) -> int:
-        """Elements in a bucket, those of all ranks together."""
-        return self.line.layout.padded_numel
-
-    def bucket_views(self, columns: Any) -> list[list[Tensor]]:
-        """See `FlatLine.bucket_views`."""
-        return self.line.bucket_views(columns)
-
     # ---- setting up
 
     def compute_dtype_under(self, rule: Rule) -> torch.dtype:
@@ -169,6 +142,8 @@ class FlatParam:
         """
         self.adopt_assigned()
         self.follow_requires_grad()
+        self.layout, self.bucket_kind = self.line.layout, self.line.bucket_kind  # for `GradSource`
+        self.bucket_numel, self.bucket_views = self.layout.padded_numel, self.line.bucket_views
         self._given = comms
         comm = self.comm = comms.shard
         self.tag_id, self._uses = comm.new_id(), count(1)
@@ -284,8 +259,11 @@ class FlatParam:
                 self.gathered = self.line.in_place(self.shard.data.view(1, -1), self.comm)
                 self._show_leaves()
         elif self.has_elements:
-            own = self._newest() if part is None else None
-            self.gathered.start(own, part, exchange_tag("all_gather", self.tag_id, next(self._uses)))
+            tag = exchange_tag("all_gather", self.tag_id, next(self._uses))
+            if part is None:
+                self.gathered.start(self._newest(), tag)
+            else:
+                self.gathered.start_from(part, tag)
 
     def _newest(self) -> Tensor:
         """The current values of the shard, in its copy on the compute device if that exists."""

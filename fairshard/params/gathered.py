@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fairshard.params.kept_part import KeptPart
 from fairshard.utils.collectives import UserGather
+from fairshard.utils.storage import alloc_storage_
 from fairshard.utils.streams import Event, Stream
 from fairshard.utils.transfers import Transfer
 
@@ -88,15 +89,21 @@ class Gathered:
         self._nbytes = buffer.nbytes
         self.kept_line, self.line_id = buffer, self._storage._cdata
 
-    def start(self, own: Tensor | None, part: KeptPart | None, tag: int) -> None:
-        """Start gathering: this rank sends ``own``, or its ``part`` of the rows. **Collective.**"""
+    def start(self, own: Tensor | None, tag: int) -> None:
+        """Start gathering: this rank sends ``own``; None: what its row holds already. **Collective.**"""
         if self.transfer is not None:  # a gather not waited for yet; its weights have changed since
             self.transfer.wait()
         if not self._storage.nbytes():
             self._storage.resize_(self._nbytes)
         if own is not None:
             self._row.copy_(own, non_blocking=True)
-        self.transfer = self._gather_from(part).start(tag)
+        self.transfer = (self._gather if self.custom is None else self._gather.through(self.custom)).start(tag)
+
+    def start_from(self, part: KeptPart, tag: int) -> None:
+        """Start gathering what a few ranks have kept, directly into `kept_line`. **Collective.**"""
+        self.free()
+        alloc_storage_(self.kept_line)
+        self.transfer = part.write().through(self.custom).start(tag)
 
     def wait(self) -> None:
         """Wait for the running gather, if any; then the views hold the whole parameters."""
@@ -109,8 +116,3 @@ class Gathered:
         if self.transfer is not None:
             Gathered.wait(self)
         self._storage.resize_(0)
-
-    def _gather_from(self, part: KeptPart | None) -> Gather:
-        """The gather that fills the memory; writes ``part`` first, if given. This rank's row is already written."""
-        gather: Gather = self._gather if part is None else part.write()
-        return gather if self.custom is None else gather.through(self.custom)

@@ -22,10 +22,10 @@ def adopt_changes(unit: Unit) -> None:
     flat_params: list[FlatParam] = []
     for flat_param in unit.flat_params:
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for index, param in enumerate(flat_param.registered):
+        for index, param in enumerate(flat_param.shows.registered):
             kinds.setdefault((param.dtype, param.device), []).append(index)
         if len(kinds) > 1 and isinstance(flat_param.shows, ShownDTensors):
-            if any(param.is_meta for param in flat_param.registered):
+            if any(param.is_meta for param in flat_param.shows.registered):
                 flat_params.append(flat_param)  # some parameters have no memory yet
             else:
                 flat_params += [_part(flat_param, indexes) for indexes in kinds.values()]
@@ -126,7 +126,7 @@ def _check_memory(units: Sequence[Unit]) -> None:
         for unit in units
         for flat_param in unit.flat_params
         if isinstance(flat_param.shows, ShownDTensors)
-        for slot, param in zip(flat_param.slots, flat_param.registered, strict=True)
+        for slot, param in zip(flat_param.slots, flat_param.shows.registered, strict=True)
         if param.is_meta
     ]
     if left:

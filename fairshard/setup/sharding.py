@@ -270,7 +270,7 @@ def check_not_sharded(module: nn.Module, ignored: Ignored, data: DataMesh | None
                 "throughout."
             )
         slots = [slot for flat_param in unit.flat_params for slot in flat_param.slots]
-        skipped |= {id(own) for flat_param in unit.flat_params for own in flat_param.registered}
+        skipped |= {id(own) for flat_param in unit.flat_params for own in flat_param.shows.registered}
         inner |= {id(owner) for slot in slots for owner, _ in slot.owners}
     for fqn, part in walk(module):
         if id(part) not in skipped:

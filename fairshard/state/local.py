@@ -185,7 +185,7 @@ def _local_entries(module: nn.Module) -> dict[str, Tensor]:
             name = flat_param.name.removeprefix(f"{unit.fqn}.") if unit.fqn else flat_param.name
             flat_param.adopt_assigned()
             is_whole = flat_param.shows.keeps_shapes and not unit.config.flatten_parameters
-            entries[join(fqn, name)] = flat_param.registered[0] if is_whole else flat_param.shard
+            entries[join(fqn, name)] = flat_param.shows.registered[0] if is_whole else flat_param.shard
     for fqn, part in walk(module):
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:

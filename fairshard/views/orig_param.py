@@ -48,7 +48,7 @@ class OrigParam:
         self._shown = cast(_Runs, whole.shows)
         self.index = index
         self.slots = [whole.slots[index]]
-        self.shard = whole.registered[index]
+        self.shard = whole.shows.registered[index]
         self.shard_numel = self._shown.own_of(index).numel()
 
     def check_not_assigned(self) -> None:
