@@ -40,7 +40,6 @@ FLOORS = [
 EXTRAS = "fairshard.extras"
 EXCEPTIONS: dict[str, set[str]] = {
     "fairshard.nn.data_parallel": {f"{EXTRAS}.observe.{name}" for name in ("observer", "unit_event")},
-    "fairshard.nn.data_parallel.running": {f"{EXTRAS}.observe.profile_regions"},
     "fairshard.nn.data_parallel.wrapper.joining": {f"{EXTRAS}.join.{name}" for name in ("join", "optimizers")},
     "fairshard.nn.wrap": {f"{EXTRAS}.planning.{name}" for name in ("describe", "memory", "wrap_plan")},
     "fairshard.optim": {f"{EXTRAS}.muon.muon"},

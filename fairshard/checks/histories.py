@@ -57,7 +57,7 @@ def compare_ranks(module: nn.Module) -> None:
     for root in _roots(module):
         same = [agree(on_host(comm), _hash(root.history(comm)), _HOST) for comm in _real(root)]
         if not all(same):
-            root.raise_difference()
+            raise root.difference()
 
 
 _HOST = torch.device("cpu")

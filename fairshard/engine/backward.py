@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
 
+from fairshard.engine.exchange import ASSUMED
 from fairshard.engine.plan import Plan
-from fairshard.engine.record import CallRecord, Pass
+from fairshard.engine.record import CallRecord
 from fairshard.engine.residency import Event
 from fairshard.engine.schedule import Kind
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
@@ -33,7 +33,6 @@ from fairshard.params.shard_grad import unexpected_error
 from fairshard.utils.autograd import at_end_of_task
 from fairshard.utils.dynamo import not_traced, set_tracer
 
-_NUMBER = attrgetter("number")
 _AT, _LAST_MARK, _GATHER, _SEND = Kind.AT, Kind.RECOMPUTE, Kind.GATHER, Kind.SEND
 
 
@@ -52,96 +51,35 @@ class _Task:
 
 
 class Backward:
-    """One backward through ``passes`` of the models ``roots``, in the outermost graph task that reaches any of them.
+    """One backward by a ``plan``, in the outermost graph task that reaches any of its models.
 
     Attributes:
+        roots: its models; ``units``: theirs.
         passes: those that a later backward may reach, too.
         reached: the models that the backward of any rank reaches, beginning with that in which it began on this one.
         used: units that this rank has computed with, since their last free.
         outer: the backward inside of which this one began, if any.
-        task: returns None once the graph task has ended; after an exception the task ends without calling `end`.
+        task: returns None once the graph task has ended; after an exception the task ends without calling ``on_end``.
     """
 
     def __init__(
-        self, first: Any, roots: Sequence[Any], passes: Sequence[Pass[Unit]], outer: Backward | None = None
+        self, first: Any, plan: Plan, outer: Backward | None = None, on_end: Callable[[], None] | None = None
     ) -> None:
-        self.reached = [first]
-        self.roots, self.passes, self.outer = roots, list(passes), outer
-        self._plan = Plan(roots, passes, roots[0].kept)
-        self.units = self._plan.units
+        self._plan, self.outer = plan, outer
+        self.roots, self.units, self.passes = plan.roots, plan.units, plan.alive
+        self.reached = list(dict.fromkeys([first, *plan.reached]))
         self._cursor, self._passed = 0, -1
         self._run_again: dict[int, int] = {}  # number of calls that a checkpoint has run again, by segment
         self.used: set[Unit] = set()
         self._sent: set[Unit] = set()
-        self._leaves: bytearray | None = None  # which parameters got gradients, if that was not known at the beginning
-        self._is_serving = False  # after an exception: no mark stops the walk
-        self._is_broken = True  # an error is raised on all ranks, or in the middle of a step
-        self.task: Callable[[], object] = _no_task
+        self._is_broken = False  # an error is raised in the middle of a step
+        self.task: Callable[[], object] = _no_task if on_end is None else _hold(self.used, on_end)
 
-    # ---- beginning
-
-    def begin(self, on_end: Callable[[], None], problem: Exception | None, is_restricted: bool) -> list[Pass[Unit]]:
-        """Agree with the other ranks on what the backward reaches; call ``on_end`` at its end. **Collective.**
-
-        ``problem``: why this rank cannot begin. ``is_restricted``: the backward computes only some gradients, as in
-        ``torch.autograd.grad``. Returns the passes that a later backward may reach.
-        """
-        task = _Task(self.used)
-        self.task = weakref.ref(task)
-
-        @not_traced
-        def end(_held: _Task = task) -> None:
-            tracer = set_tracer(None)
-            try:
-                on_end()
-            finally:
-                set_tracer(tracer)
-
-        at_end_of_task(end)
-        return self._agree(problem, is_restricted)
-
-    def follow(self, resident: bytes) -> None:
-        """Serve the whole backward on a rank that computes nothing, and send only the gradients that it has kept.
-
-        ``resident``: for each unit, whether the ranks that compute hold it gathered.
-        """
-        self._plan.resident = resident
-        self._agree(None, is_restricted=False)
+    def follow(self) -> None:
+        """Serve the whole backward on a rank that computes nothing, and send only the gradients that it has kept."""
         self.finish()
         for unit in self.units:
             unit.end_backward(awaited=False)
-
-    def _agree(self, problem: Exception | None, is_restricted: bool) -> list[Pass[Unit]]:
-        problem = problem or self._problem()
-        alive = self._plan.agree(problem, is_restricted)
-        if alive is None:
-            passes = self._plan.common()
-            self._plan = Plan(roots_of(passes, self.reached[0]), passes, self.roots[0].kept)
-            self.units = self._plan.units
-            alive = self._plan.agree(problem, is_restricted, again=True)
-        assert alive is not None
-        self._is_broken = False
-        self.reached = list(dict.fromkeys([*self.reached, *self._plan.reached]))
-        return alive
-
-    def _problem(self) -> Exception | None:
-        """The error that prevents this rank from starting, or None; drops kept gradients that the user has zeroed."""
-        try:
-            assert_none_summoned(self.units, "backward")
-            for unit in self.units:
-                unit.settle()
-                for flat_param in unit.flat_params:
-                    flat_param.follow_requires_grad()
-                    flat_param.forget_zeroed()
-            if torch.is_grad_enabled() and self.task() is not None:
-                raise GradRequiresGradError(
-                    "Gradients of a sharded unit must not require grad, but the backward of "
-                    f"`{self.units[0].fqn or 'the root'}` was started with create_graph=True. Sharded gradients cannot "
-                    "be differentiated again; compute such terms on a module that is not sharded."
-                )
-        except Exception as error:
-            return error
-        return None
 
     @property
     def sends(self) -> bool:
@@ -154,7 +92,7 @@ class Backward:
 
     def covers(self, call: CallRecord[Unit]) -> bool:
         """Whether it was planned with ``call``."""
-        return 0 <= call.index < len(self._plan.calls) and self._plan.calls[call.index] is call
+        return self._plan.covers(call)
 
     # ---- events
 
@@ -164,7 +102,7 @@ class Backward:
         position = self._plan.schedule.at.get(call.index, -1) if self.covers(call) else -1
         if position > self._passed:
             segment = self._plan.segment_of(call)
-            if segment in self._plan.own_segments and not self._run_again.get(segment):
+            if segment in self._plan.own.segments and not self._run_again.get(segment):
                 position = self._plan.schedule.recompute[segment]  # AT follows when it has run again
             self._walk(position)
         elif unit not in self.used and unit in self._sent and unit.unshard_in_backward:
@@ -194,7 +132,7 @@ class Backward:
         schedule = self._plan.schedule
         for segment, position in schedule.recompute.items():
             calls = schedule.segments[segment]
-            if segment not in self._plan.own_segments or schedule.done[calls[0]] <= self._passed:
+            if segment not in self._plan.own.segments or schedule.done[calls[0]] <= self._passed:
                 continue
             for place in range(self._run_again.get(segment, 0), len(calls)):
                 if self._plan.calls[calls[place]].unit is unit:
@@ -218,8 +156,11 @@ class Backward:
 
     # ---- the walk
 
-    def _walk(self, position: int) -> None:
-        """Execute all steps up to the mark at ``position``, then those after it up to this rank's next mark."""
+    def _walk(self, position: int, is_serving: bool = False) -> None:
+        """Execute all steps up to the mark at ``position``, then those after it up to this rank's next mark.
+
+        ``is_serving``: after an exception; no mark stops, and observers are not told.
+        """
         self._passed = max(self._passed, position)
         plan, passed = self._plan, self._passed
         steps, stops = plan.schedule.steps, plan.stops
@@ -227,24 +168,26 @@ class Backward:
         while self._cursor < len(steps):
             cursor = self._cursor
             kind, number, call = steps[cursor]
-            if kind <= _LAST_MARK and cursor > passed and stops[cursor] and not self._is_serving:
+            if kind <= _LAST_MARK and cursor > passed and stops[cursor] and not is_serving:
                 break
             self._cursor = cursor + 1
             unit = self.units[number]
             if kind is _GATHER:
                 self._gather(unit)
             elif kind is _SEND:
+                for observer in unit.root.observers if not is_serving else ():
+                    observer.grads_sent(unit)
                 self._send(unit, cursor in plan.schedule.yields)
             elif kind > _LAST_MARK:
                 self.used.discard(unit)
                 unit.finish_pass()
-            elif kind is _AT and plan.own.calls[call] and not self._is_serving:
+            elif kind is _AT and plan.own.answers.calls[call] and not is_serving:
                 self._arrive(plan.calls[call])
         self._is_broken = is_broken
 
     def _gather(self, unit: Unit) -> None:
         unit.on(Event.NEEDED, in_backward=True)
-        if unit in self._plan.unseen:
+        if unit in self._plan.own.unseen:
             unit.wait_unshard()  # nothing will show when autograd gets there
         if unit.root.shared.bucketer.due is not None:
             unit.root.shared.bucketer.send_due()
@@ -252,14 +195,15 @@ class Backward:
     def _send(self, unit: Unit, yields: bool) -> None:
         self._sent.add(unit)
         unit.state = TrainingState.BACKWARD_POST
-        for observer in unit.root.observers if not self._is_serving else ():
-            observer.grads_sent(unit)
         unit.send_grads(unit.root.shared.bucketer, yields)
 
     # ---- the end
 
-    def finish(self) -> None:
-        """The graph task is over: execute the remaining steps, and decide which gradients stay None. **Collective.**"""
+    def finish(self) -> bytearray | None:
+        """The graph task is over: execute the remaining steps. **Collective.**
+
+        Returns for each parameter whether any rank has given it a gradient, if that was not known at the beginning.
+        """
         self._walk(len(self._plan.schedule.steps))
         for unit in self.units:
             for flat_param in unit.flat_params:
@@ -267,16 +211,16 @@ class Backward:
                     flat_param.drop_grads()
                 elif (unit.sync or not flat_param.is_owed) and flat_param.has_leaf_grads:
                     raise late_error(unit.fqn) if flat_param.is_owed else unexpected_error(flat_param.name)
-        self._leaves = self._plan.agree_on_leaves() if self._plan.is_assumed else None
+        return self._plan.agree_on_leaves() if self._plan.agreed.flags & ASSUMED else None
 
-    def retract(self) -> None:
-        """Remove the zero gradients of parameters that no rank has reached after all."""
-        start, leaves = 0, self._leaves
-        for unit in self.units if leaves is not None else ():
+    def retract(self, leaves: bytearray) -> None:
+        """Remove the zero gradients of parameters that no rank has reached after all; ``leaves``: see `finish`."""
+        start = 0
+        for unit in self.units:
             for flat_param in unit.flat_params:
                 stop = start + len(flat_param.slots)
                 if flat_param.is_owed and unit.sync:
-                    flat_param.grad.retract(leaves[start:stop])  # type: ignore[index]
+                    flat_param.grad.retract(leaves[start:stop])
                 start = stop
 
     def abandon(self) -> None:
@@ -293,20 +237,53 @@ class Backward:
                 flat_param.abandon_grads()
         if self._is_broken:
             return
-        self._is_serving = True
         for bucketer in bucketers:
             bucketer.drops = True
         try:
-            self._walk(len(self._plan.schedule.steps))
+            self._walk(len(self._plan.schedule.steps), is_serving=True)
         finally:
             for bucketer in bucketers:
                 bucketer.drain()
                 bucketer.drops = False
 
 
-def roots_of(passes: Sequence[Pass[Unit]], first: Any) -> list[Any]:
-    """The models that ``passes`` go through, and ``first``, in an order that is the same on all ranks."""
-    return sorted({call.unit.root for one in passes for call in one.calls} | {first}, key=_NUMBER)
+def problem_of(units: Sequence[Unit], is_in_task: bool) -> Exception | None:
+    """Read the settings of ``units``, and drop kept gradients that the user has zeroed, because a backward begins.
+
+    Returns the error that prevents this rank from starting, if any. ``is_in_task``: in a graph task of its own.
+    """
+    try:
+        assert_none_summoned(units, "backward")
+        for unit in units:
+            unit.settle()
+            for flat_param in unit.flat_params:
+                flat_param.follow_requires_grad()
+                flat_param.forget_zeroed()
+        if torch.is_grad_enabled() and is_in_task:
+            raise GradRequiresGradError(
+                "Gradients of a sharded unit must not require grad, but the backward of "
+                f"`{units[0].fqn or 'the root'}` was started with create_graph=True. Sharded gradients cannot "
+                "be differentiated again; compute such terms on a module that is not sharded."
+            )
+    except Exception as error:
+        return error
+    return None
+
+
+def _hold(units: set[Unit], on_end: Callable[[], None]) -> Callable[[], object]:
+    """Call ``on_end`` at the end of the running graph task; returns a reference to what the task holds until then."""
+    task = _Task(units)
+
+    @not_traced
+    def end(_held: _Task = task) -> None:
+        tracer = set_tracer(None)
+        try:
+            on_end()
+        finally:
+            set_tracer(tracer)
+
+    at_end_of_task(end)
+    return weakref.ref(task)
 
 
 def _no_task() -> None:

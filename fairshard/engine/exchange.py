@@ -1,8 +1,8 @@
 """One message at the start of a backward, in which the ranks agree on what their backwards reach.
 
-Each rank sends hashes of the calls and of all that it has run, and one bit for each call, leaf and forward::
+Each rank sends a hash of all that it has run, and one bit for each call, leaf and forward::
 
-    hashes | flags | calls | leaves | forwards that may be reached later
+    hash | flags | calls | leaves | forwards that may be reached later
 
 The result is the union: a bit is set if any rank has set it. The first message has one size for all models, so ranks
 that have run different things notice it before the first gather of the backward. Bits that do not fit are sent in a
@@ -21,10 +21,9 @@ import torch
 
 from fairshard.utils.collectives import Communicator
 
-_HEADER = struct.Struct(">QQB")
-PROBLEM, DIFFERENT, ASSUMED, DOUBTFUL = 1, 2, 4, 8
-"""Flags: a rank cannot begin; ranks differ in the calls; leaves count as reached that may turn out not to be; ranks
-differ in what they have run before."""
+_HEADER = struct.Struct(">qB")
+PROBLEM, DIFFERENT, ASSUMED = 1, 2, 4
+"""Flags: a rank cannot begin; ranks have run different things; leaves count as reached that may turn out not to be."""
 
 FIRST_NBYTES = 2048
 """Size of the first message."""
@@ -38,11 +37,13 @@ class Answers:
         calls: for each call, whether the backward reaches it.
         leaves: for each parameter, whether it has a gradient to send.
         alive: for each forward, whether a later backward could reach it.
+        flags: see above.
     """
 
     calls: bytearray = field(default_factory=bytearray)
     leaves: bytearray = field(default_factory=bytearray)
     alive: bytearray = field(default_factory=bytearray)
+    flags: int = 0
 
 
 class Peers(NamedTuple):
@@ -54,32 +55,30 @@ class Peers(NamedTuple):
     alive: Sequence[int]
 
 
-def agree_on(answers: Answers, peers: Sequence[Peers], hashes: Sequence[tuple[int, int]], flags: int) -> int:
-    """Set in ``answers`` all bits that any peer has set, one group after the other; returns all flags. **Collective.**
+def agree_on(answers: Answers, peers: Sequence[Peers], hashes: Sequence[int]) -> None:
+    """Set in ``answers`` all bits and flags that any peer has set, one group after the other. **Collective.**
 
-    ``hashes``: for each of ``peers``, hashes of the calls and of the history. If ranks differ in the calls, or one has
-    a problem, the remaining answers stay unchanged.
+    ``hashes``: for each of ``peers``, a hash of what its ranks have run. If they differ, or one has a problem, the
+    remaining answers stay unchanged.
     """
     for one, own in zip(peers, hashes, strict=True):
         pairs = [(answers.calls, one.calls), (answers.leaves, one.leaves), (answers.alive, one.alive)]
         bits = b"".join(bytes(map(column.__getitem__, places)) for column, places in pairs)
         packed = np.packbits(np.frombuffer(bits, np.uint8)).tobytes()
-        first = (_HEADER.pack(*own, flags) + packed)[:FIRST_NBYTES].ljust(FIRST_NBYTES, b"\0")
+        first = (_HEADER.pack(own, answers.flags) + packed)[:FIRST_NBYTES].ljust(FIRST_NBYTES, b"\0")
         messages = _exchange(one.comm, first)
-        heads = [_HEADER.unpack_from(message) for message in messages]
-        for head in heads:
-            flags |= head[2] | (DIFFERENT if head[0] != own[0] else 0) | (DOUBTFUL if head[1] != own[1] else 0)
-        if flags & (PROBLEM | DIFFERENT) or not packed:
+        for number, found in map(_HEADER.unpack_from, messages):
+            answers.flags |= found | (DIFFERENT if number != own else 0)
+        if answers.flags & (PROBLEM | DIFFERENT) or not packed:
             continue
         fits = len(packed) <= FIRST_NBYTES - _HEADER.size
-        found = [message[_HEADER.size :] for message in messages] if fits else _exchange(one.comm, packed)
-        union = np.bitwise_or.reduce([np.frombuffer(each, np.uint8) for each in found])
+        sent = [message[_HEADER.size :] for message in messages] if fits else _exchange(one.comm, packed)
+        union = np.bitwise_or.reduce([np.frombuffer(each, np.uint8) for each in sent])
         start, every = 0, np.unpackbits(union).tolist()
         for column, places in pairs:
             for place, bit in zip(places, every[start : start + len(places)], strict=True):
                 column[place] = bit
             start += len(places)
-    return flags
 
 
 def _exchange(comm: Communicator, message: bytes) -> list[bytes]:

@@ -10,9 +10,11 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
+from weakref import ref
 
-from fairshard.engine.exchange import ASSUMED, DIFFERENT, DOUBTFUL, PROBLEM, Answers, Peers, agree_on
+from fairshard.engine.exchange import ASSUMED, DIFFERENT, PROBLEM, Answers, Peers, agree_on
 from fairshard.engine.record import CallRecord, Pass, Sight
 from fairshard.engine.schedule import CallPlace, Schedule, UnitRule, build
 from fairshard.engine.unit import Unit
@@ -20,6 +22,7 @@ from fairshard.errors import FairshardError
 from fairshard.utils.autograd import reaches
 from fairshard.utils.collectives import Communicator
 
+_NUMBER = attrgetter("number")
 _MAX_KEPT = 4  # kinds of backwards that take turns, as in a GAN
 
 
@@ -36,16 +39,15 @@ class Calls:
     """The calls of the passes that await a backward, and what follows from them alone.
 
     Attributes:
-        key: everything that the other attributes were built from.
-        units: of all models that the passes go through; their positions are their numbers in the schedule.
+        key: everything that the other attributes were built from; keeps no model alive.
         places: the place of each call.
         events: as in `Pass.events`, but numbered across all passes.
         empty: calls of units without elements; they may differ between ranks, and are in no schedule.
-        peers: the groups of ranks that the calls concern; ``digests``: for each, a hash of its calls.
+        peers: the groups of ranks that the calls concern; ``digests``: for each, a hash of its calls: their units,
+            checkpoints and forwards.
     """
 
     key: Any
-    units: list[Unit] = field(default_factory=list)
     places: list[CallPlace] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     empty: set[int] = field(default_factory=set)
@@ -59,120 +61,86 @@ class Last:
 
     calls: Calls
     schedule: Schedule = field(default_factory=Schedule)
-    listed: frozenset[Unit] = frozenset()
     key: Any = None
 
 
-class Plan:
-    """The plan of one backward through ``passes`` of the models ``roots``.
+class Proposal:
+    """What this rank knows of a backward of ``passes`` through the models ``roots``, before the ranks agree.
 
     Attributes:
         calls: the recorded calls, in the order of their numbers in the schedule.
-        own: what this rank reaches.
-        own_segments: the checkpoints that this rank runs again.
-        stops: for each step of the schedule, 1 if it is a mark that this rank's autograd has to pass.
-        listed: the units in the schedule.
-        reached: the models that the backward of any rank reaches.
-        is_assumed: whether leaves count as reached that may turn out not to be.
-        sends: whether any gradient is sent or kept.
+        units: those of the models; their positions are their numbers in the schedule.
+        last: what is kept of a backward with the same calls.
+        answers: what this rank reaches.
+        segments: the checkpoints that this rank runs again.
+        unseen: units that it reaches, but not through hooks.
     """
 
-    def __init__(self, roots: Sequence[Any], passes: Sequence[Pass[Unit]], kept: list[Last]) -> None:
-        self._roots, self._passes, self._kept = roots, passes, kept
+    def __init__(self, roots: Sequence[Any], passes: Sequence[Pass[Unit]], is_restricted: bool) -> None:
+        self.roots, self.passes = roots, passes
         self.calls = [call for one in passes for call in one.calls]
         for index, call in enumerate(self.calls):
             call.index = index
-        self._known = self._known_calls()
-        self.units = self._known.units
-        self.own, self.own_segments = Answers(), set[int]()
-        self.schedule, self.listed = Schedule(), frozenset[Unit]()
-        self.stops: Sequence[int] = ()
-        self.reached: list[Any] = []
-        self.resident = b""  # for each unit, whether it is gathered on all ranks
-        self.unseen: set[Unit] = set()  # units that it reaches, but not through hooks
-        self.is_assumed = self.sends = False
+        self.units = [unit for root in roots for unit in root.units]
+        self.last = self._last_of(roots[0].kept)
+        self.answers = Answers(bytearray(len(self.calls)), alive=bytearray([one.is_alive for one in passes]))
+        self.unseen: set[Unit] = set()
+        self.segments: set[int] = set()
+        self._answer(is_restricted)
 
-    def segment_of(self, call: CallRecord[Unit]) -> int:
-        """The number of the checkpoint that ``call`` is in; -1 if none."""
-        return self._known.places[call.index].segment
+    def agree(self, problem: Exception | None) -> Answers | None:
+        """What the ranks answer together; None if they differ in what they have run. **Collective.**
 
-    def agree(self, problem: Exception | None, is_restricted: bool, again: bool = False) -> list[Pass[Unit]] | None:
-        """Agree with the other ranks, and build the schedule; returns the passes that another backward may reach.
-
-        None if ranks differ in the calls, unless this is done ``again``: see `common`.
-
-        ``problem``: why this rank cannot begin. ``is_restricted``: the backward computes only some gradients.
-
-        **Collective.**
+        ``problem``: why this rank cannot begin.
 
         Raises:
-            RanksDisagreeError: on every rank, if they have run different things.
             FairshardError: on every rank, if any has a problem.
         """
-        known = self._known
-        self._answer(is_restricted)
-        agreed = Answers(bytearray(self.own.calls), bytearray(self.own.leaves), bytearray(self.own.alive))
-        histories = [self._history(one, self._roots) for one in known.peers]
-        flags = (PROBLEM if problem is not None else 0) | (ASSUMED if self.is_assumed else 0)
-        flags = agree_on(agreed, known.peers, [*zip(known.digests, histories, strict=True)], flags)
-        reached = {call.unit.root for call, is_reached in zip(self.calls, agreed.calls, strict=True) if is_reached}
-        self.reached = [root for root in self._roots if root in reached]
-        differing = self._roots
-        if flags & DOUBTFUL and not flags & (PROBLEM | DIFFERENT):  # what it does not reach may differ
-            differing = self.reached
-            histories = [self._history(one, self.reached) for one in known.peers]
-            no_calls = [one._replace(calls=(), leaves=(), alive=()) for one in known.peers]
-            doubts = agree_on(Answers(), no_calls, [(0, number) for number in histories], 0) & DOUBTFUL
-            flags |= DIFFERENT if doubts else 0
-        if flags & DIFFERENT and not (again or flags & PROBLEM):
+        known, own = self.last.calls, self.answers
+        agreed = Answers(bytearray(own.calls), bytearray(own.leaves), bytearray(own.alive), own.flags)
+        agreed.flags |= PROBLEM if problem is not None else 0
+        agree_on(agreed, known.peers, list(map(self._digest, known.peers, known.digests)))
+        if agreed.flags & DIFFERENT:
             return None
-        if flags & DIFFERENT:
-            differing[0].raise_difference()
-        if flags & PROBLEM:
+        if agreed.flags & PROBLEM:
             comms = [peers.comm for peers in known.peers]
             texts = [text for comm in comms for text in comm.gather_objects("" if problem is None else str(problem))]
             others = next((text for text in texts if text), "see its log")
             raise problem or FairshardError(f"The backward could not begin on another rank: {others}")
-        self.is_assumed = bool(flags & ASSUMED)
-        self._make_schedule(agreed)
-        self.stops = self._own_marks()
-        for root in self._roots:
-            root.shared.bucketer.plan(self._bucketed(root))
-        for one in self._passes:
-            one.was_reached = True
-        return [one for one, lives in zip(self._passes, agreed.alive, strict=True) if lives]
+        return agreed
 
-    def common(self) -> list[Pass[Unit]]:
-        """The passes that a backward of some rank may reach. **Collective.**
+    def reached_passes(self) -> list[Pass[Unit]]:
+        """The passes that the backward of any rank reaches, after `agree` has found a difference. **Collective.**
 
-        Passes that none can reach may differ: some ranks have collected the garbage of their model.
+        In all others ranks may differ: some have collected the garbage of a model, or have dropped one that raised.
         """
-        keys = [(one.calls[0].unit.root.number, one.number) for one in self._passes]
-        alive = [key for key, lives in zip(keys, self.own.alive, strict=True) if lives]
-        for peers in self._known.peers:
-            alive = [key for found in peers.comm.gather_objects(alive) for key in found]
-        return [one for key, one in zip(keys, self._passes, strict=True) if key in alive]
+        keys = [(one.calls[0].unit.root.number, one.number) for one in self.passes]
+        places = zip(self.last.calls.places, self.answers.calls, strict=True)
+        found = [keys[place.forward] for place, is_reached in places if is_reached]
+        for peers in self.last.calls.peers:
+            found = [key for keys_of_rank in peers.comm.gather_objects(found) for key in keys_of_rank]
+        return [one for key, one in zip(keys, self.passes, strict=True) if key in found]
 
     # ---- the calls
 
-    def _known_calls(self) -> Calls:
-        """`Calls` of the passes; those of the last backward if nothing has changed."""
+    def _last_of(self, kept: list[Last]) -> Last:
+        """What is kept of a backward with the same calls, or a new entry in ``kept``."""
         key = (
-            [[call.unit for call in one.calls] for one in self._passes],
-            [[call.segment for call in one.calls] for one in self._passes],
-            [one.events for one in self._passes],
-            [one.is_common for one in self._passes],
-            [(root, root.is_common) for root in self._roots],
+            [[ref(call.unit) for call in one.calls] for one in self.passes],
+            [[call.segment for call in one.calls] for one in self.passes],
+            [one.events for one in self.passes],
+            [one.is_common for one in self.passes],
+            [(ref(root), root.is_common) for root in self.roots],
         )
-        self._last = next((last for last in self._kept if last.calls.key == key), None) or Last(self._new_calls(key))
-        self._kept[:] = [self._last, *(last for last in self._kept if last is not self._last)][:_MAX_KEPT]
-        return self._last.calls
+        found = next((last for last in kept if last.calls.key == key), None) or Last(self._new_calls(key))
+        kept[:] = [found, *(last for last in kept if last is not found)][:_MAX_KEPT]
+        return found
 
     def _new_calls(self, key: Any) -> Calls:
-        made = Calls(key, [unit for root in self._roots for unit in root.units])
-        number = {unit: index for index, unit in enumerate(made.units)}
+        made = Calls(key)
+        number = {unit: index for index, unit in enumerate(self.units)}
         num_segments = 0
-        for forward, one in enumerate(self._passes):
+        for forward, one in enumerate(self.passes):
             start = len(made.places)
             made.events += [event + start if event >= 0 else event - start for event in one.events]
             for call in one.calls:
@@ -182,27 +150,26 @@ class Plan:
                 segment = call.segment + num_segments if call.segment >= 0 and not is_empty else -1
                 made.places.append(CallPlace(number[call.unit], forward, segment))
             num_segments += one.num_segments
-        comms = [comm for root in self._roots if root.is_common for comm in root.comms]
+        comms = [comm for root in self.roots if root.is_common for comm in root.comms]
         comms = [comm for comm in dict.fromkeys(comms) if comm.world_size > 1 and comm.is_real]
         made.peers = [self._peers_of(comm, made) for comm in comms]
-        made.digests = [self._digest(one, made) for one in made.peers]
+        made.digests = [self._digest_calls(one, made) for one in made.peers]
         return made
 
     def _peers_of(self, comm: Communicator, made: Calls) -> Peers:
-        talks = [comm in unit.root.comms_of[unit] and unit.has_shards for unit in made.units]
-        common = [one.is_common for one in self._passes]
+        talks = [comm in unit.root.comms_of[unit] and unit.has_shards for unit in self.units]
+        common = [one.is_common for one in self.passes]
         calls = [call for call, place in enumerate(made.places) if talks[place.unit] and common[place.forward]]
         leaves: list[int] = []
         start = 0
-        for unit, is_talking in zip(made.units, talks, strict=True):
+        for unit, is_talking in zip(self.units, talks, strict=True):
             stop = start + sum(len(flat_param.slots) for flat_param in unit.flat_params)
             leaves += range(start, stop) if is_talking else ()
             start = stop
         return Peers(comm, calls, leaves, sorted({made.places[call].forward for call in calls}))
 
     @staticmethod
-    def _digest(peers: Peers, made: Calls) -> int:
-        """A hash of the calls, which must be the same on all ranks: units, checkpoints, forwards."""
+    def _digest_calls(peers: Peers, made: Calls) -> int:
         counted = set(peers.calls)
         numbers = [len(peers.leaves)]
         forwards: dict[int, int] = {}
@@ -215,11 +182,10 @@ class Plan:
                 numbers += [unit if event >= 0 else ~unit, place, forwards.setdefault(forward, len(forwards))]
         return _hash(numbers)
 
-    @staticmethod
-    def _history(peers: Peers, roots: Sequence[Any]) -> int:
-        """A hash of what must be the same on all ranks besides the calls: ``no_sync``, and what observers know."""
-        numbers: list[int] = []
-        for root in roots:
+    def _digest(self, peers: Peers, calls: int) -> int:
+        """A hash of what must be the same on all ranks: the ``calls``, ``no_sync``, and what observers know."""
+        numbers = [calls]
+        for root in self.roots:
             numbers += [unit.sync for unit in root.units if peers.comm in root.comms_of[unit]]
             numbers += root.history(peers.comm)
         return _hash(numbers)
@@ -232,7 +198,7 @@ class Plan:
         A call that cannot be seen answers as the one around it; one around a reached call is reached, because it
         computes something between its inner calls.
         """
-        own, known, calls = self.own, self._known, self.calls
+        own, known, calls = self.answers, self.last.calls, self.calls
         unsure: set[Unit] = set()
         for unit in self.units:
             for flat_param in unit.flat_params:
@@ -240,8 +206,7 @@ class Plan:
                 if 0 in which:
                     unsure.add(unit)
                 own.leaves += which
-        lives = own.alive = bytearray([one.is_alive for one in self._passes])
-        reached = own.calls = bytearray(len(calls))
+        reached, lives = own.calls, own.alive
         assumed: set[Unit] = set()
         for index, call in enumerate(calls):
             hooks = None if call.hooks is None else call.hooks()
@@ -263,16 +228,16 @@ class Plan:
             if around is not None and (call.sight is Sight.LATER or call.segment >= 0) and reached[around.index]:
                 reached[index] = 1
         segment_of = [place.segment for place in known.places]
-        self.own_segments = {segment for segment, mine in zip(segment_of, reached, strict=True) if mine} - {-1}
+        self.segments.update({segment for segment, mine in zip(segment_of, reached, strict=True) if mine} - {-1})
         for index, call in enumerate(calls):
-            if segment_of[index] in self.own_segments:
+            if segment_of[index] in self.segments:
                 reached[index] = 1
             if index in known.empty:
                 reached[index] = 0
             elif reached[index] and call.sight is Sight.LATER and call.unit in unsure:
                 assumed.add(call.unit)
         if assumed:
-            self.is_assumed = True
+            own.flags = ASSUMED
             self._assume(assumed)
 
     def _assume(self, units: set[Unit]) -> None:
@@ -282,40 +247,76 @@ class Plan:
             for flat_param in unit.flat_params:
                 if unit in units and flat_param.has_elements:
                     for index, node in enumerate(flat_param.nodes):
-                        self.own.leaves[start + index] |= node is not None
+                        self.answers.leaves[start + index] |= node is not None
                 start += len(flat_param.slots)
+
+
+class Plan:
+    """What the ranks have agreed on for one backward, and the schedule that follows.
+
+    Attributes:
+        own: what this rank has proposed.
+        agreed: what any rank reaches.
+        alive: the passes that another backward may reach.
+        schedule: the list of all communication; ``listed``: the units in it.
+        stops: for each step of the schedule, 1 if it is a mark that this rank's autograd has to pass.
+        reached: the models that the backward of any rank reaches.
+    """
+
+    def __init__(self, own: Proposal, agreed: Answers, resident: bytes) -> None:
+        self.own, self.agreed = own, agreed
+        self.roots, self.units, self.calls = own.roots, own.units, own.calls
+        self.alive = [one for one, lives in zip(own.passes, agreed.alive, strict=True) if lives]
+        reached = {call.unit.root for call, is_reached in zip(self.calls, agreed.calls, strict=True) if is_reached}
+        self.reached = [root for root in self.roots if root in reached]
+        self.schedule = self._make_schedule(resident)
+        self.listed = {self.units[number] for number in self.schedule.units}
+        self.stops = self._own_marks()
+        for root in self.roots:
+            root.shared.bucketer.plan(self._bucketed(root))
+        for one in own.passes:
+            one.was_reached = True
+
+    @property
+    def sends(self) -> bool:
+        """Whether any gradient is sent or kept."""
+        return 1 in self.agreed.leaves
+
+    def covers(self, call: CallRecord[Unit]) -> bool:
+        """Whether ``call`` is part of it."""
+        return 0 <= call.index < len(self.calls) and self.calls[call.index] is call
+
+    def segment_of(self, call: CallRecord[Unit]) -> int:
+        """The number of the checkpoint that ``call`` is in; -1 if none."""
+        return self.own.last.calls.places[call.index].segment
+
+    def _make_schedule(self, resident: bytes) -> Schedule:
+        """Build the schedule, or reuse that of the last backward if nothing has changed."""
+        owed, last, reached = self._note_owed(self.agreed.leaves), self.own.last, self.agreed.calls
+        rules = [  # all that `_rule` looks at
+            (unit.unshard_in_backward, unit.rule, unit.keeps, unit.is_outermost, [*map(ref, unit.prefetch.backward)])
+            for unit in self.units
+        ]
+        resident = resident or bytes(map(holds_for_all, self.units))
+        key = reached, resident, owed, rules
+        if last.key != key:
+            ruled = tuple(map(self._rule, self.units))
+            last.schedule = build(last.calls.events, last.calls.places, reached, resident, owed, ruled)
+            last.key = key
+        return last.schedule
 
     def _own_marks(self) -> bytearray:
         schedule = self.schedule
         stops = bytearray(len(schedule.steps))
         for marks in (schedule.at, schedule.done):
             for call, position in marks.items():
-                stops[position] = self.own.calls[call]
+                stops[position] = self.own.answers.calls[call]
         for segment, position in schedule.recompute.items():
-            stops[position] = segment in self.own_segments
+            stops[position] = segment in self.own.segments
         return stops
-
-    # ---- what follows
-
-    def _make_schedule(self, agreed: Answers) -> None:
-        """Build the schedule, or reuse that of the last backward if nothing has changed."""
-        owed, last = self._note_owed(agreed.leaves), self._last
-        rules = [  # all that `_rule` looks at
-            (unit.unshard_in_backward, unit.rule, unit.keeps, unit.is_outermost, unit.prefetch.ahead_in_backward)
-            for unit in self.units
-        ]
-        resident = self.resident or bytes(map(holds_for_all, self.units))
-        key = self._known, agreed.calls, resident, owed, rules
-        if last.key != key:
-            ruled = tuple(map(self._rule, self.units))
-            last.schedule = build(self._known.events, self._known.places, agreed.calls, resident, owed, ruled)
-            last.listed = frozenset(self.units[step.unit] for step in last.schedule.steps)
-            last.key = key
-        self.schedule, self.listed = last.schedule, last.listed
 
     def _note_owed(self, leaves: bytearray) -> bytes:
         """Record in each flat param which parameters have gradients on any rank; returns which units have any."""
-        self.sends = 1 in leaves
         owed = bytearray()
         start = 0
         for unit in self.units:
@@ -328,16 +329,16 @@ class Plan:
         return bytes(owed)
 
     def _rule(self, unit: Unit) -> UnitRule:
-        ahead = unit.prefetch.ahead_in_backward
+        ahead = unit.prefetch.backward
         number = {other: place for place, other in enumerate(self.units)} if ahead else {}
-        numbers = None if ahead is None else tuple(number[other] for other in ahead if other in number)
+        named = tuple(number[other] for other in ahead if other in number)
         keeps = unit.is_outermost or not unit.keeps.reshard_after_forward
         return UnitRule(
             unit.unshard_in_backward,
             unit.keeps.reshard_after_backward,
             unit.rule.keeps_across_passes or not keeps,
-            unit.prefetch.waits_for_grads,
-            numbers,
+            unit.rule.prefetches_late,
+            None if unit.rule.prefetches_in_backward and not named else named,
         )
 
     def agree_on_leaves(self) -> bytearray:
@@ -346,8 +347,8 @@ class Plan:
         for unit in self.units:
             for flat_param in unit.flat_params:
                 found.leaves += flat_param.contributed
-        peers = [one._replace(calls=(), alive=()) for one in self._known.peers]
-        agree_on(found, peers, [(0, 0)] * len(peers), 0)
+        peers = [one._replace(calls=(), alive=()) for one in self.own.last.calls.peers]
+        agree_on(found, peers, [0] * len(peers))
         return found.leaves
 
     def _bucketed(self, root: Any) -> list[Any]:
@@ -361,5 +362,33 @@ class Plan:
         ]
 
 
+def agree_on_plan(
+    passes: Sequence[Pass[Unit]], first: Any, problem: Exception | None, is_restricted: bool, resident: bytes = b""
+) -> Plan:
+    """Plan a backward of ``passes``, which has reached the model ``first``, with the other ranks. **Collective.**
+
+    ``problem``: why this rank cannot begin. ``is_restricted``: the backward computes only some gradients.
+    ``resident``: for each unit, whether all ranks hold it gathered, if this one does not know.
+
+    Raises:
+        RanksDisagreeError: on every rank, if they have run different things.
+        FairshardError: on every rank, if any has a problem.
+    """
+    own = Proposal(roots_of(passes, first), passes, is_restricted)
+    agreed = own.agree(problem)
+    if agreed is None:
+        passes = own.reached_passes()
+        own = Proposal(roots_of(passes, first), passes, is_restricted)
+        agreed = own.agree(problem)
+    if agreed is None:
+        raise own.roots[0].difference()
+    return Plan(own, agreed, resident)
+
+
+def roots_of(passes: Sequence[Pass[Unit]], first: Any) -> list[Any]:
+    """The models that ``passes`` go through, and ``first``, in an order that is the same on all ranks."""
+    return sorted({call.unit.root for one in passes for call in one.calls} | {first}, key=_NUMBER)
+
+
 def _hash(numbers: Sequence[int]) -> int:
-    return int.from_bytes(hashlib.blake2b(array("q", numbers).tobytes(), digest_size=8).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(array("q", numbers).tobytes(), digest_size=8).digest(), "big", signed=True)

@@ -7,7 +7,7 @@ reached no more.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
@@ -26,13 +26,24 @@ class ForwardOrder(Generic[UnitT]):
 
     def __init__(self) -> None:
         self._last: dict[bool, list[UnitT]] = {}
-        self._this: list[UnitT] = []
-        self._expected: list[UnitT] = []
 
-    def begin(self, is_trained: bool = True) -> None:
+    def begin(self, is_trained: bool = True) -> Following[UnitT]:
         """A pass through the model starts, with gradients if ``is_trained``."""
-        self._expected = self._last.get(is_trained) or self._last.get(True, [])
-        self._this = self._last[is_trained] = []
+        expected = self._last.get(is_trained) or self._last.get(True, [])
+        this = self._last[is_trained] = []
+        return Following(expected, this)
+
+    def forget(self) -> None:
+        """Predict nothing in the next forward, because ranks may have run different passes."""
+        self._last.clear()
+
+
+class Following(Generic[UnitT]):
+    """One pass: writes its units to ``this``, and compares them with those ``expected``."""
+
+    def __init__(self, expected: Sequence[UnitT] = (), this: list[UnitT] | None = None) -> None:
+        self._expected = expected
+        self._this: list[UnitT] = [] if this is None else this
 
     def enter(self, unit: UnitT) -> UnitT | None:
         """``unit`` is called; returns the unit that followed it in the last pass, or None if this pass differs."""
@@ -41,11 +52,6 @@ class ForwardOrder(Generic[UnitT]):
         if position + 1 < len(self._expected) and self._expected[position] is unit:
             return self._expected[position + 1]
         return None
-
-    def forget(self) -> None:
-        """Predict nothing in the next forward, because ranks may have run different passes."""
-        self._last = {}
-        self._this, self._expected = [], []
 
 
 class Sight(IntEnum):
@@ -84,7 +90,7 @@ class CallRecord(Generic[UnitT]):
 
 
 class Token:
-    """Lives as long as any hook of a pass."""
+    """Lives as long as a pass runs, or any hook of it lives."""
 
     __slots__ = ("__weakref__",)
 
@@ -94,47 +100,44 @@ class Pass(Generic[UnitT]):
 
     Attributes:
         is_common: every rank runs the pass.
+        calls: all, in the order in which they began.
         events: ``i`` where the call ``calls[i]`` begins, ``~i`` where it ends.
-        num_segments: number of checkpoints in it.
-        token: held while the pass runs, and by the hooks of its calls.
         was_reached: a backward has been planned with it.
         place: its number among all passes of this rank; ``number``: among those that the same model has begun.
     """
 
     place = number = 0
 
-    def __init__(self, is_common: bool = True) -> None:
+    def __init__(self, token: Token | None = None, is_common: bool = True) -> None:
         self.is_common = is_common
         self.calls: list[CallRecord[UnitT]] = []
         self.events: list[int] = []
-        self.num_segments = 0
-        self.token: Token | None = Token()
         self.was_reached = False
-        self._is_held = weakref.ref(self.token)
-        self._keys: dict[Any, int] = {}  # the number of each checkpoint; only while the pass runs
+        self._token = weakref.ref(Token() if token is None else token)
+        self._numbers: dict[Any, int] = {}  # of the checkpoints, by what identifies them while the pass runs
         self._open: list[int] = []
 
     @property
     def is_alive(self) -> bool:
         """Whether a backward may reach it; one whose calls have no hooks awaits one backward."""
         is_unseen = not self.was_reached and any(call.sight > Sight.HOOKS for call in self.calls)
-        return is_unseen or self._is_held() is not None
+        return is_unseen or self._token() is not None
+
+    @property
+    def num_segments(self) -> int:
+        """Number of checkpoints in it."""
+        return 1 + max((call.segment for call in self.calls), default=-1)
 
     def goes_only_through(self, units: Collection[UnitT]) -> bool:
         """Whether all its calls are calls of ``units``."""
         return all(call.unit in units for call in self.calls)
 
-    def segment_of(self, key: Any) -> int:
-        """The number of the checkpoint ``key``; -1 for None."""
-        if key is None:
-            return -1
-        number = self._keys.setdefault(key, self.num_segments)
-        self.num_segments = max(self.num_segments, number + 1)
-        return number
-
     def enter(self, unit: UnitT, key: Any) -> CallRecord[UnitT]:
         """A call begins, in the checkpoint ``key`` if not None."""
-        call = CallRecord(unit, self.segment_of(key), self.calls[self._open[-1]] if self._open else None)
+        segment = -1 if key is None else self._numbers.setdefault(key, len(self._numbers))
+        return self._begin(CallRecord(unit, segment, self.calls[self._open[-1]] if self._open else None))
+
+    def _begin(self, call: CallRecord[UnitT]) -> CallRecord[UnitT]:
         self._open.append(len(self.calls))
         self.events.append(len(self.calls))
         self.calls.append(call)
@@ -149,29 +152,21 @@ class Pass(Generic[UnitT]):
         lost = set(map(id, failed))
         kept = [index for index, call in enumerate(self.calls) if id(call) not in lost]
         new = {index: place for place, index in enumerate(kept)} | {~index: ~place for place, index in enumerate(kept)}
-        self.calls = [self.calls[index] for index in kept]
-        self.events = [new[event] for event in self.events if event in new]
+        self.calls[:] = [self.calls[index] for index in kept]
+        self.events[:] = [new[event] for event in self.events if event in new]
 
     def end(self) -> None:
         """The outermost call has ended."""
-        self.token = None
-        self._keys = {}
+        self._numbers.clear()
 
-    def cut(self) -> Pass[UnitT]:
-        """Move the calls that have ended to a pass of their own, because a backward begins before the pass is over."""
-        ended = Pass[UnitT](self.is_common)
-        running = [self.calls[index] for index in self._open]
-        ended.calls, ended.events, ended.num_segments = self.calls, self.events, self.num_segments
-        ended._is_held, ended.token = self._is_held, None
-        ended.drop(running)
-        self.calls, self.events = running, list(range(len(running)))
-        self._open = list(range(len(running)))
-        self.token = Token()
-        self._is_held = weakref.ref(self.token)
-        for call in running:
-            call.segment = -1
-        self._keys, self.num_segments = {}, 0
-        return ended
+    def cut(self, token: Token) -> Pass[UnitT]:
+        """End the pass, because a backward begins inside of it; returns the pass in which the open calls go on."""
+        rest = Pass[UnitT](token, self.is_common)
+        for index in self._open:
+            rest._begin(self.calls[index]).segment = -1
+        self.drop(rest.calls)
+        self.end()
+        return rest
 
 
 class Record(Generic[UnitT]):

@@ -10,16 +10,16 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fairshard.engine.backward import Backward, roots_of
+from fairshard.engine.backward import Backward, problem_of
 from fairshard.engine.call_hooks import CallHooks, Probe
 from fairshard.engine.observer import Observer
-from fairshard.engine.plan import Last
-from fairshard.engine.record import CallRecord, ForwardOrder, Pass, Record, Sight
+from fairshard.engine.plan import Last, Plan, agree_on_plan, roots_of
+from fairshard.engine.record import CallRecord, Following, ForwardOrder, Pass, Record, Sight, Token
 from fairshard.engine.residency import Event
 from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
@@ -37,6 +37,7 @@ class _Running:
 
     Attributes:
         root: the model that was called first; ``roots``: all that were called.
+        following: what that model's next unit should be.
         open: the calls that have not ended, innermost last; None for a call to which no backward leads.
         failed: calls that have raised.
     """
@@ -44,9 +45,17 @@ class _Running:
     def __init__(self, root: Root, is_trained: bool) -> None:
         self.root, self.is_trained = root, is_trained
         self.roots: list[Root] = []
-        self.record: Pass[Unit] = Pass(root.is_common)
+        self.following: Following[Unit] = Following()
+        self.token = Token()
+        self.record: Pass[Unit] = Pass(self.token, root.is_common)
         self.open: list[CallRecord[Unit] | None] = []
         self.failed: list[CallRecord[Unit]] = []
+
+    def cut(self) -> Pass[Unit]:
+        """The calls that have ended, because a backward begins."""
+        ended, self.token = self.record, Token()
+        self.record = ended.cut(self.token)
+        return ended
 
 
 class Engine:
@@ -126,7 +135,7 @@ class Engine:
             running.roots.append(unit.root)
             unit.root.begin_pass(unit, running.is_trained)
             if unit.root is running.root:
-                running.root.order.begin(running.is_trained)
+                running.following = unit.root.order.begin(running.is_trained)
         if running.is_trained:
             checkpoint = current_checkpoint()
             if is_grad_enabled or checkpoint is not None:
@@ -136,7 +145,7 @@ class Engine:
         for observer in unit.root.observers:
             observer.call_enters(unit)
         unit.on(Event.ENTER)
-        for other in unit.prefetch.in_forward(running.root.order.enter(unit)):
+        for other in unit.prefetch.in_forward(running.following.enter(unit)):
             if other.root in running.roots:
                 other.on(Event.ENTER)
         unit.wait_unshard()
@@ -144,7 +153,7 @@ class Engine:
             record.versions = unit.stamp
         if record is None or not is_grad_enabled:
             return None
-        return CallHooks(self, record, running.record.token)
+        return CallHooks(self, record, running.token)
 
     def leave(self, unit: Unit, outputs: Any, hooks: CallHooks | None) -> Any:
         """The call has returned ``outputs``: attach the hooks of the backward, and free what is to be freed."""
@@ -247,27 +256,28 @@ class Engine:
         """The gradient of a leaf of ``unit`` is ready, and the backward has not reached the unit through an output."""
         backward = self.backward
         if backward is None or backward.task() is None:
-            backward = self._start_backward(unit.root, is_restricted=False)
+            try:
+                backward = self._start_backward(unit.root, is_restricted=False)
+            except BaseException:
+                for flat_param in unit.flat_params:
+                    flat_param.drop_grads()
+                raise
         backward.reach_leaf(unit)
 
     def _start_backward(self, first: Root, is_restricted: bool) -> Backward:
         """Begin a backward, which has reached the model ``first``."""
         self.drop_interrupted(first)
-        outer = self.backward
         if self._running is not None:  # inside of a forward
-            self._keep(self._running.record.cut())
+            self._keep(self._running.cut())
         passes = [one for one in self.passes if not first.is_alone or one.goes_only_through(first.units)]
-        roots = roots_of(passes, first)
         try:
             first.begin_backward(passes)
-            problem = None
+            problem = problem_of([unit for root in roots_of(passes, first) for unit in root.units], is_in_task=True)
         except Exception as error:
             problem = error
-        backward = Backward(first, roots, passes, outer)
-        self._set_backward(backward)
-        for root in roots:
-            root.record.passes = [one for one in root.record.passes if one not in passes]
-        backward.passes = backward.begin(self._end_backward, problem, is_restricted)
+        plan = agree_on_plan(passes, first, problem, is_restricted)
+        backward = Backward(first, plan, self.backward, self._end_backward)
+        self._set_backward(backward, plan)
         for root in backward.reached[1:]:
             root.begin_backward(passes)
         return backward
@@ -276,10 +286,11 @@ class Engine:
         """The graph task of the running backward is over."""
         backward = self.backward
         assert backward is not None
-        backward.finish()
+        leaves = backward.finish()
         for root in backward.roots:
             root.end_backward(backward)  # may raise what a user's hook on gradients raises: then `reset` follows
-        backward.retract()
+        if leaves is not None:
+            backward.retract(leaves)
         self._leave_backward(backward)
         for root in backward.reached:
             root.notify_end(backward)
@@ -295,20 +306,22 @@ class Engine:
     def follow(self, root: Root, passes: list[Pass[Unit]], resident: bytes = b"") -> None:
         """Serve a whole backward of ``passes`` through ``root`` that other ranks compute and this one does not.
 
-        ``resident``: see `Backward.follow`.
+        ``resident``: for each unit, whether the ranks that compute hold it gathered.
         """
-        backward = Backward(root, [root], passes)
-        self._set_backward(backward)
+        plan = agree_on_plan(passes, root, problem_of(root.units, is_in_task=False), False, resident)
+        backward = Backward(root, plan)
+        self._set_backward(backward, plan)
         try:
-            backward.follow(resident)
+            backward.follow()
             root.finish_grads()
         finally:
             self._leave_backward(backward)
 
-    def _set_backward(self, backward: Backward) -> None:
+    def _set_backward(self, backward: Backward, plan: Plan) -> None:
         self._backward = weakref.ref(backward)
         for root in backward.roots:
             root.backward = backward
+            root.record.passes = [one for one in root.record.passes if one not in plan.own.passes]
 
     def _leave_backward(self, backward: Backward) -> None:
         outer = backward.outer
@@ -554,11 +567,11 @@ class Root:
             "units under no_sync": ", ".join(unsynced),
         }
 
-    def raise_difference(self) -> NoReturn:
-        """Raise, because ranks have run different things. **Collective.**"""
+    def difference(self) -> RanksDisagreeError:
+        """The error for ranks that have run different things, unless an observer raises one. **Collective.**"""
         for observer in self.observers:
             observer.ranks_differ(self.state)
-        raise RanksDisagreeError("Every rank must run the same units in the same order, but they differ.")
+        return RanksDisagreeError("Every rank must run the same units in the same order, but they differ.")
 
     # ---- state
 

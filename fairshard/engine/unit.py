@@ -68,7 +68,7 @@ class Unit:
         self.reshard_after_forward = self.rule.reshard_after_forward
         self.reshard_after_backward = self.unshard_in_backward = True
         self.state_dict_settings = config.state_dict_settings()
-        self.prefetch: Prefetch[Unit] = Prefetch(self.rule)
+        self.prefetch: Prefetch[Unit] = Prefetch(self.rule.prefetches_in_forward)
         self._forget_runtime()
 
     def _forget_runtime(self) -> None:

@@ -11,13 +11,13 @@ from torch import nn
 from fairshard.checks.agreement import ValuesCheck, check_agreement, raise_together
 from fairshard.checks.nan_check import NanCheck
 from fairshard.checks.order_check import OrderCheck, check_settings
+from fairshard.checks.profile_regions import ProfileStart
 from fairshard.checks.usage import UsageCheck
 from fairshard.engine.root import Root
 from fairshard.engine.shared import Shared
 from fairshard.engine.tree import modules_of, unit_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, RanksDisagreeError
-from fairshard.extras.observe.profile_regions import ProfileStart
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.settings.config import check_param_dtype
 from fairshard.settings.groups import check_pairs, part_of
@@ -105,7 +105,6 @@ def claim(module: nn.Module) -> Root:
             among = part_of(comms[unit].shard, unit.config.reshard_after_forward, unit.fqn)
             if among is not None:
                 unit.keep_parts(among)
-            unit.prefetch.choose_among(units)
     root.adopt_passes(before)
     return root
 

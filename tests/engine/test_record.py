@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairshard.engine.record import ForwardOrder, Pass, Record, Sight
+from fairshard.engine.record import ForwardOrder, Pass, Record, Sight, Token
 
 passes = st.lists(st.sampled_from("abcd"), max_size=8)
 # A forward as nested calls: [("a", [("b", [])]), ("c", [])].
@@ -16,8 +16,8 @@ calls = st.recursive(
 
 def forward(order, units):
     """One forward over ``units``; returns the prediction at each entry."""
-    order.begin()
-    return [order.enter(unit) for unit in units]
+    following = order.begin()
+    return [following.enter(unit) for unit in units]
 
 
 @given(passes)
@@ -94,10 +94,10 @@ def test_calls_of_one_checkpoint_share_a_segment():
 
 def test_a_pass_is_alive_as_long_as_its_hooks():
     """It dies with the last hook of its calls; one whose calls have none awaits one backward."""
-    one = Pass()
+    hook = Token()
+    one = Pass(hook)
     one.enter("a", None)
     one.leave()
-    hook = one.token
     one.end()
     assert one.is_alive
     del hook
@@ -114,12 +114,12 @@ def test_a_pass_is_cut_where_a_backward_begins_in_it():
     outer = one.enter("a", None)
     inner = one.enter("b", None)
     one.leave()
-    ended = one.cut()
-    assert (ended.calls, ended.events) == ([inner], [0, ~0])
-    later = one.enter("c", None)
-    one.leave()
-    one.leave()
-    assert (one.calls, spelled(one)) == ([outer, later], "acCA")
+    rest = one.cut(Token())
+    assert (one.calls, one.events) == ([inner], [0, ~0])
+    later = rest.enter("c", None)
+    rest.leave()
+    rest.leave()
+    assert (rest.calls, spelled(rest)) == ([outer, later], "acCA")
 
 
 def test_the_oldest_passes_are_dropped():

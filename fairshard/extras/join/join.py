@@ -288,8 +288,6 @@ class Join(Observer):
         for events, calls in described:
             one = Pass[Unit]()
             one.calls, one.events = [CallRecord(units[number], segment) for number, segment in calls], events
-            one.num_segments = 1 + max(segment for _, segment in calls)
-            one.end()
             passes.append(one)
         return partial(self._follow_backward, passes, syncs, resident)
 

@@ -163,7 +163,6 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
             ValueError: ``modules`` holds something that is not an FSDPModule.
         """
         self._fairshard_unit.prefetch.forward = units_of(modules, "FSDPModule", ValueError)
-        _resolve_prefetch(self._fairshard_unit)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:  # type: ignore[override]
         """Gather ``modules`` when the backward reaches this one, instead of the unit that it would reach next.
@@ -172,7 +171,6 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
             ValueError: ``modules`` holds something that is not an FSDPModule.
         """
         self._fairshard_unit.prefetch.backward = units_of(modules, "FSDPModule", ValueError)
-        _resolve_prefetch(self._fairshard_unit)
 
     def set_forward_prefetch(self, enable: bool, *, recurse: bool = True) -> None:
         """False: as in PyTorch, the forward gathers ahead only modules set by `set_modules_to_forward_prefetch`.
@@ -182,7 +180,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         """
         check_flag("enable", enable)
         for unit in _units_of(self, recurse):
-            unit.prefetch.is_forward_on = enable
+            unit.prefetch.predicts_forward = enable
 
     # ---- gradients
 
@@ -322,11 +320,6 @@ def root_of(module: FSDPModule) -> Root:
 
 def _units_of(module: FSDPModule, recurse: bool) -> list[Unit]:
     return [unit for _, unit in units_below(module)] if recurse else [module._fairshard_unit]
-
-
-def _resolve_prefetch(unit: Unit) -> None:
-    if unit.root is not None:
-        unit.prefetch.choose_among(unit.root.units)
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

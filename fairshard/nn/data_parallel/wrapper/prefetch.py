@@ -23,7 +23,6 @@ class PrefetchMethods(UnitAttributes):
             TypeError: ``modules`` is not a list of wrappers.
         """
         self._unit.prefetch.forward = units_of(modules)
-        self._resolve_prefetch()
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather ``modules``, wrappers of the same model, when the backward reaches this one; an empty list undoes it.
@@ -35,7 +34,6 @@ class PrefetchMethods(UnitAttributes):
             TypeError: ``modules`` is not a list of wrappers.
         """
         self._unit.prefetch.backward = units_of(modules)
-        self._resolve_prefetch()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False: more backwards of the same forwards follow the next one, and may reach units that it does not.
@@ -56,8 +54,3 @@ class PrefetchMethods(UnitAttributes):
                 "run. Call it after a forward."
             )
         root.is_last_backward = is_last_backward
-
-    def _resolve_prefetch(self) -> None:
-        root = self._unit.root
-        if root is not None:
-            self._unit.prefetch.choose_among(root.units)
