@@ -36,11 +36,14 @@ OURS = ("fairshard", "fairshard-fully-shard")
 WORLD_SIZE, NUM_UNITS, WARMUP, PASSES = 8, 50, 3, 5
 CHECKS = {
     "changed `requires_grad`": ["params.following:Following.follow", "params.following:Following.settle"],
-    "counted writes to shards": ["params.versions:ShardVersions.read", "params.versions:ShardVersions.check_unchanged"],
+    "counted writes to shards": [
+        "params.registered:Registered.shard_versions",
+        "params.registered:Registered.check_unchanged",
+    ],
     "uncounted writes to shards": ["params.following:Following.check_values"],
     "writes to whole parameters": ["params.listing:Listing.check_unwritten", "params.listing:Listing.warn_if_written"],
     "assigned `.data`, dropped gradients": ["params.flat_param:FlatParam.begin_pass"],
-    "gradients zeroed while others wait": ["params.leaves:Leaves.forget_zeroed"],
+    "gradients zeroed while others wait": ["params.flat_param:FlatParam.forget_zeroed"],
     "changes in the middle of a forward": ["engine.root:adopt_changes"],
     "gradients that no rank has announced": ["engine.backward:check_owed", "engine.unit:check_owed"],
     "outputs that are parameters": ["engine.unit:Unit.copied_out"],

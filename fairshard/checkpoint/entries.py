@@ -158,7 +158,7 @@ def live_storages(params: OptimParams, optimizer: Optimizer | None) -> set[int]:
     found: set[int] = set()
     state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
     for named in params:
-        if named.flat_param is not None and named.flat_param.on_cpu:
+        if named.flat_param is not None and named.flat_param.shows.on_cpu:
             tensors = [named.param, *state.get(named.param, {}).values()]
             memory = [memory_of(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
             found.update(own.untyped_storage().data_ptr() for own in memory if own.device.type == "cpu" and own.numel())

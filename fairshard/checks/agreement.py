@@ -167,7 +167,7 @@ def _describe(unit: Unit) -> list[str]:
 
 
 def _describe_cut(flat_param: FlatParam, index: int) -> str:
-    shows, layout = flat_param.shows, flat_param.layout
+    shows, layout = flat_param.shows, flat_param.line.layout
     if not isinstance(shows, ShownDTensors):
         return f", {layout.describe(index)}" if isinstance(layout, RaggedLayout) else ""
     slot = flat_param.slots[index]

@@ -20,6 +20,7 @@ from fairshard.utils.ragged_tensor import RaggedTensor, ragged_like
 from fairshard.utils.span import Span
 from fairshard.utils.user_line import level_of_user
 from fairshard.views.orig_param import OrigParam
+from fairshard.views.rows import is_ordered
 
 _LEAST = 4096  # torchao keeps the state of smaller tensors in the dtype of the parameter
 _NEW_BUFFER = "_new_buffer"
@@ -83,7 +84,7 @@ def _differences(stepped: Any, block_numel: int) -> list[str]:
     """For each parameter that is quantised otherwise: name, reason and cure."""
     found = []
     for index, slot in enumerate(stepped.slots):
-        pieces = [piece for piece in stepped.layout.pieces if piece.index == index and piece.source.numel]
+        pieces = [piece for piece in stepped.line.layout.pieces if piece.index == index and piece.source.numel]
         reason = next(filter(None, (_difference(stepped, slot.shape, piece, block_numel) for piece in pieces)), "")
         if reason:
             rows = rows_for_blocks(slot.shape, block_numel)
@@ -109,8 +110,9 @@ def _difference(stepped: Any, shape: Sequence[int], piece: Piece, block_numel: i
 
 def _cuts(stepped: Any, shape: Sequence[int], own: Span, target: Span) -> tuple[int, ...]:
     """Positions between which a rank has consecutive elements of a parameter of ``shape``."""
-    place = stepped.index if isinstance(stepped, OrigParam) else 0
-    if stepped.line.is_ordered(place):
+    is_single = isinstance(stepped, OrigParam)
+    place, line = (stepped.index, stepped.line.whole) if is_single else (0, stepped.line)
+    if is_ordered(line, place):
         return own.start, own.stop, target.start
     dim = stepped.shows.dims[place]
     return (own.numel // prod(shape[:dim]),)

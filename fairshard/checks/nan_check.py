@@ -111,7 +111,7 @@ def _bad_runs(flat_param: FlatParam) -> list[str]:
     grad = flat_param.grad.value
     if grad is None or bool(_is_finite(grad)):
         return []
-    runs = zip(flat_param.slots, flat_param.runs_of(grad), strict=True)
+    runs = zip(flat_param.slots, flat_param.line.runs_of(grad), strict=True)
     return [slot.fqn for slot, (_, run) in runs if not bool(_is_finite(run))]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -23,10 +24,10 @@ from fairshard.checks.order_check import OrderCheck
 from fairshard.engine.root import Root, every_root
 from fairshard.engine.unit import Unit
 from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimizerError, TrainingStateError
+from fairshard.params.extended_slot import ExtendedSlot
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.rule import GradHome
 from fairshard.params.slot import ParamSlot
-from fairshard.params.versions import count_writes
 from fairshard.settings.config import UnitConfig
 from fairshard.utils.dynamo import untraced
 from fairshard.utils.user_line import level_of_user
@@ -57,7 +58,9 @@ def watch_optimizers(flat_params: Sequence[FlatParam], config: UnitConfig) -> No
     global _num_sharded
     for flat_param in flat_params:
         for slot in flat_param.slots:
-            _sharded[slot.original] = weakref.ref(slot)  # weak: a slot refers to its leaf and would keep it alive
+            original = slot.original() if isinstance(slot, ExtendedSlot) and slot.original is not None else None
+            # Weak: a slot refers to its leaf and would keep it alive.
+            _sharded[slot.leaf if original is None else original] = weakref.ref(slot)
             _num_sharded += 1
         for stepped in flat_param.stepped:
             _watch(stepped, config.rule.grad_home)
@@ -206,13 +209,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         _check(optimizer)
         _clean[optimizer] = seen, _shards_of(optimizer)
     if optimizer in _fetchers:  # they check gradients themselves, and may step on another thread
-        count_writes(_clean[optimizer][1], has_grads=False)
+        _count_writes(_clean[optimizer][1], has_grads=False)
         return None
     positional = len(args) > 1 and callable(args[1])  # a closure; `args[0]` is the optimizer
     has_closure = positional or callable(kwargs.get("closure"))
     if not has_closure:
         check_gradients(optimizer)
-    count_writes(_clean[optimizer][1], has_grads=not has_closure)
+    _count_writes(_clean[optimizer][1], has_grads=not has_closure)
     if positional:
         return (args[0], _checked(optimizer, args[1]), *args[2:]), kwargs
     if has_closure:
@@ -274,7 +277,18 @@ def _shards_of(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
     """Each parameter of ``optimizer`` that shows a shard, and that shard."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     pairs = ((param, _watched(param)[0]) for param in params)
-    return [(param, shard) for param, one in pairs if one is not None for shard in one.versioned[:1]]
+    return [(param, shard) for param, one in pairs if one is not None for shard in one.shows.versioned[:1]]
+
+
+def _count_writes(shards: Sequence[tuple[Tensor, Tensor]], has_grads: bool) -> None:
+    """Count the writes of a step that begins: torch counts neither fused ones, nor foreach ones to DTensors.
+
+    ``shards``: pairs of a parameter and the shard that it shows. ``has_grads``: parameters without a gradient are not
+    stepped; otherwise they may get one first.
+    """
+    written = {id(shard): shard for param, shard in shards if not has_grads or param.grad is not None}
+    for shard in written.values():
+        increment_version(shard)
 
 
 def _check(optimizer: Optimizer) -> None:
@@ -343,9 +357,9 @@ def _check_shard(optimizer: Optimizer, param: nn.Parameter) -> None:
         return
     if not isinstance(param, DTensor):  # DTensors have their true shapes, which PyTorch's optimizers support
         _check_class(type(optimizer), flat_param)
-    if flat_param.on_cpu and param.dtype in (torch.float16, torch.bfloat16):
+    if flat_param.shows.on_cpu and param.dtype in (torch.float16, torch.bfloat16):
         _refuse_low_precision(flat_param.name, param)
-    if home is GradHome.HELD and flat_param.on_cpu and optimizer not in _fetchers:
+    if home is GradHome.HELD and flat_param.shows.on_cpu and optimizer not in _fetchers:
         raise HeldGradientError(
             f"With `cpu_offload=True, move_grads_to_cpu=False` the gradient of `{flat_param.name}` stays on the "
             f"compute device, where {type(optimizer).__name__} does not see it and would skip the parameter. Use "

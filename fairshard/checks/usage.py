@@ -65,7 +65,7 @@ class UsageCheck(Observer):
     def _hooked(self, turn: int) -> str | None:
         """The name of a shard with a hook of ``register_hook``; turn 0 looks at all."""
         for flat_param in (flat_param for unit in self._units for flat_param in unit.flat_params):
-            registered: tuple[nn.Parameter, ...] = flat_param.registered
+            registered: tuple[nn.Parameter, ...] = flat_param.shows.registered
             for param in (registered[turn % len(registered)],) if turn else registered:
                 if param._backward_hooks:
                     return str(next(one.name for one in flat_param.stepped if one.shard is param))

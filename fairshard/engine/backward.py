@@ -112,7 +112,7 @@ class Backward:
 
     def _arrive(self, call: CallRecord[Unit]) -> None:
         """This rank's backward is at the outputs of ``call``, or of a call inside of it."""
-        call.unit.versions.check_unchanged(call.versions)
+        call.unit.registered.check_unchanged(call.versions)
         if call.unit not in self.used:
             self._use(call.unit)
 

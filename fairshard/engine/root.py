@@ -455,7 +455,7 @@ class Root:
         self.is_last_backward, self.is_alone = True, False
         self.join: Any = None
         self._is_cut = any(own.shard.world_size > 1 for own in comms_of.values())
-        self._reads_host_memory = any(fp.on_cpu for unit in units for fp in unit.flat_params)
+        self._reads_host_memory = any(fp.shows.on_cpu for unit in units for fp in unit.flat_params)
         self._stream = current_stream(shared.device) if shared.is_asynchronous else None
 
     @property

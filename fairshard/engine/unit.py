@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,11 +17,9 @@ from fairshard.engine.training_state import TrainingState
 from fairshard.errors import ShardChangedError
 from fairshard.params.buffers import ComputeBuffers
 from fairshard.params.flat_param import FlatParam
-from fairshard.params.grads import grads_of
-from fairshard.params.kept_part import KeptParts
+from fairshard.params.kept_part import KeptPart
 from fairshard.params.registered import Registered
 from fairshard.params.rule import Rule
-from fairshard.params.versions import ShardVersions
 from fairshard.utils.buckets import Bucketer
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.dynamo import not_traced, set_tracer
@@ -33,9 +32,9 @@ class Unit:
 
     Attributes:
         root: the `Root` of its model; None before the first forward.
-        comm: the ranks that the parameters are cut among; like ``parts``, ``registered``, ``versions`` and ``buffers``
+        comm: the ranks that the parameters are cut among; like ``parts``, ``registered`` and ``buffers``
             set together with ``root``.
-        parts: parts of the parameters that stay gathered among a few ranks; None if not configured.
+        parts: of each flat param, what stays gathered among a few ranks; empty if not configured.
         registered: what the modules have registered.
         buffers: the modules' buffers in ``buffer_dtype``, if that is set.
         memory: what this rank holds; only `on` changes it.
@@ -49,8 +48,8 @@ class Unit:
 
     root: Any = None
     comm: Communicator | None = None
-    parts: KeptParts | None = None
-    registered, versions = Registered(), ShardVersions()
+    parts: Sequence[KeptPart] = ()
+    registered = Registered()
     buffers: ComputeBuffers | None = None
 
     def __init__(
@@ -104,7 +103,7 @@ class Unit:
         for flat_param in self.flat_params:
             flat_param.materialize(comms, self.rule, shared.transfers, self._leaf_hook())
             flat_param.gathered.copies = shared.copies
-        self.registered, self.versions = Registered(self.flat_params), ShardVersions(self.flat_params)
+        self.registered = Registered(self.flat_params)
         self.input_dtype = self.rule.root_input_dtype if self is root.units[0] else self.rule.input_dtype
         if self.rule.buffer_dtype is not None:
             self.buffers = ComputeBuffers(self.origin.without_ignored(modules), self.rule.buffer_dtype)
@@ -112,7 +111,7 @@ class Unit:
 
     def keep_parts(self, among: Communicator) -> None:
         """Keep ``parts`` among these ranks from now on; the buffers to gather into must exist already."""
-        self.parts = KeptParts([flat_param.kept_line for flat_param in self.flat_params], among)
+        self.parts = [KeptPart(flat_param.gathered.kept_line, among) for flat_param in self.flat_params]
 
     # ---- what it is
 
@@ -165,7 +164,7 @@ class Unit:
             self.memory,
             event,
             self.keeps,
-            stale=reuses and self.versions.read() != self.stamp,
+            stale=reuses and self.registered.shard_versions() != self.stamp,
             open_calls=self.open_calls,
             recorded=recorded,
             hidden=self.is_hidden,
@@ -180,15 +179,15 @@ class Unit:
                 self.root.announce(self, in_backward)
             self.unshard(in_backward)
             return True
-        if self.parts is not None and event is Event.LEAVE:
-            self.parts.end_forward(recorded)
+        for part in self.parts if event is Event.LEAVE else ():
+            part.keep(recorded)
         self.reshard()
         return True
 
     def unshard(self, in_backward: bool) -> None:
         """Start gathering; called by `on` alone. **Collective.**"""
         stream = self.shared.unshard_stream
-        self.stamp = self.versions.read()
+        self.stamp = self.registered.shard_versions()
         if self.stamp != self.seen and not in_backward:  # written to since the pass began, on this stream
             self._read_shards()
             self.stamp = self.seen
@@ -203,11 +202,9 @@ class Unit:
         self.memory = State.GATHERING
 
     def _start_gathers(self, in_backward: bool) -> None:
-        if self.parts is not None and in_backward and self.parts.are_kept:
-            self.parts.unshard(self.flat_params)
-        else:
-            for flat_param in self.flat_params:
-                flat_param.unshard()
+        kept = [part for part in self.parts if part.kept is not None] if in_backward else ()  # all, or none
+        for flat_param, part in zip_longest(self.flat_params, kept):
+            flat_param.unshard(part)
 
     def wait_unshard(self) -> None:
         """Wait until the parameters are whole, if they are on their way."""
@@ -240,7 +237,7 @@ class Unit:
         """Adopt what the user has written and assigned."""
         for flat_param in self.flat_params:
             flat_param.begin_pass()
-        self.seen = self.versions.read()
+        self.seen = self.registered.shard_versions()
 
     def open(self) -> None:
         """A call begins to compute with the whole parameters."""
@@ -371,8 +368,8 @@ class Unit:
     def end_backward(self, awaited: bool) -> None:
         """The backward is over; ``awaited``: another one of the same forwards follows, and needs the unit first."""
         self.stop_computing()
-        if self.parts is not None and not awaited:
-            self.parts.forget()
+        for part in self.parts if not awaited else ():
+            part.keep(False)
         if self.is_gathered:
             self.on(Event.BACKWARD_ENDS, awaited=awaited)
         self.state = TrainingState.FORWARD if self.open_calls else TrainingState.IDLE
@@ -386,11 +383,6 @@ class Unit:
         self.end_backward(awaited=False)
 
     # ---- gradients
-
-    @property
-    def shard_grad(self) -> dict[nn.Parameter, Tensor]:
-        """The gradient of each shard that has one, wherever it is kept."""
-        return grads_of(self.flat_params)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop or zero the gradients of the shards, wherever they are kept."""

@@ -8,11 +8,11 @@ from fairshard.utils.lazy import lazy
 if TYPE_CHECKING:
     from fairshard.checks.histories import compare_ranks
     from fairshard.nn import comm_hooks
+    from fairshard.nn.buffers import cast_buffers_
     from fairshard.nn.checkpoint import checkpoint_wrapper, disable_checkpointing
     from fairshard.nn.data_parallel import *  # noqa: F403
     from fairshard.nn.data_parallel import FullyShardedDataParallel as FSDP
     from fairshard.nn.flatten_params_wrapper import FlattenParamsWrapper
-    from fairshard.params.buffers import cast_buffers_
     from fairshard.utils.custom_comms import AllGather, ReduceScatter
 
 _HOMES = {
@@ -21,7 +21,7 @@ _HOMES = {
     "FSDP": "fairshard.nn.data_parallel:FullyShardedDataParallel",
     "FlattenParamsWrapper": "fairshard.nn.flatten_params_wrapper",
     "ReduceScatter": "fairshard.utils.custom_comms",
-    "cast_buffers_": "fairshard.params.buffers",
+    "cast_buffers_": "fairshard.nn.buffers",
     "checkpoint_wrapper": "fairshard.nn.checkpoint",
     "comm_hooks": "fairshard.nn.comm_hooks",
     "compare_ranks": "fairshard.checks.histories",

@@ -346,7 +346,7 @@ def _check_disjoint(lists: list[list[_Slot]]) -> None:
 def _slots(module: nn.Module, param_list: Iterable[nn.Parameter] | None) -> list[_Slot]:
     wanted = None if param_list is None else {id(param): param for param in param_list}
     units = [unit for _, unit in units_below(module)]
-    shards = {id(shard) for unit in units for flat_param in unit.flat_params for shard in flat_param.registered}
+    shards = {id(shard) for unit in units for flat_param in unit.flat_params for shard in flat_param.shows.registered}
     slots: dict[int, _Slot] = {}
     for fqn, part in module.named_modules():
         for name, param in part._parameters.items():

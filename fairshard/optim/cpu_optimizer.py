@@ -38,6 +38,7 @@ from fairshard.optim.grad_staging import GradStaging
 from fairshard.optim.local_parts import LocalParts
 from fairshard.optim.shard_step import ShardStep, Twin, is_moment
 from fairshard.params.flat_param import FlatParam
+from fairshard.params.rule import GradHome
 from fairshard.setup.claim import claim
 
 
@@ -277,7 +278,8 @@ class CPUOptimizer(Optimizer):
                 if grad is None or param in done:
                     continue
                 flat_param = self._flat_params.get(param)
-                is_held = flat_param is not None and flat_param.grad is not None and flat_param.grad.is_held
+                kept = None if flat_param is None else flat_param.grad
+                is_held = kept is not None and kept.home is GradHome.HELD
                 is_narrow = self.state_dtype is not None and param.device.type == "cpu"
                 if not is_held and not is_narrow:
                     beside.append(param)
@@ -344,13 +346,14 @@ def _keep_on_device(flat_params: list[FlatParam], fraction: float) -> None:
         raise ValueError(f"`offload_fraction` must be between 0 and 1, but is {fraction}.")
     if fraction == 1.0:
         return
-    offloaded = [flat_param for flat_param in flat_params if flat_param.on_cpu]
+    offloaded = [flat_param for flat_param in flat_params if flat_param.shows.on_cpu]
     if any(flat_param.comm is not None for flat_param in offloaded):
         raise ValueError("`offload_fraction` must be chosen before the first forward. Build the optimizer earlier.")
-    total = sum(flat_param.layout.shard_numel for flat_param in offloaded)
+    total = sum(flat_param.line.layout.shard_numel for flat_param in offloaded)
     kept = 0
     for flat_param in offloaded:
-        if kept + flat_param.layout.shard_numel > (1.0 - fraction) * total:
+        if kept + flat_param.line.layout.shard_numel > (1.0 - fraction) * total:
             break
-        kept += flat_param.layout.shard_numel
-        flat_param.keep_on_device()
+        kept += flat_param.line.layout.shard_numel
+        flat_param.shows.on_cpu = False
+        flat_param.shows.move_to(flat_param.slots[0].leaf.device)

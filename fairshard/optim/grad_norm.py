@@ -49,7 +49,7 @@ def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Ten
             grad = flat_param.grad.value
             if grad is not None:
                 grads += [own for one in flat_param.stepped if (own := one.grad.value) is not None]
-                parts += [grad[span.start : span.stop] for span in flat_param.layout.counted(unit.comm.rank)]
+                parts += [grad[span.start : span.stop] for span in flat_param.line.layout.counted(unit.comm.rank)]
     # From the shards, not the gradients: a rank without gradients must reduce in the same dtype as the others.
     is_double = any(fp.shard.dtype == torch.float64 for unit in units for fp in unit.flat_params)
     dtype = torch.float64 if is_double else torch.float32

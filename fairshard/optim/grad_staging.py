@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from fairshard.optim.cpu_worker import CPUWorker
+from fairshard.params.rule import GradHome
 from fairshard.utils.pinned import host_empty_like
 from fairshard.views.orig_param import Stepped
 
@@ -24,7 +25,7 @@ class GradStaging:
 
         Each buffer is reused two gradients later, so this first waits until at most one job is left.
         """
-        if flat_param is None or not flat_param.grad.is_held:
+        if flat_param is None or flat_param.grad.home is not GradHome.HELD:
             return lambda: grad
         self._worker.wait_until_left(1)
         self._turn = 1 - self._turn

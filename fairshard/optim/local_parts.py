@@ -44,7 +44,7 @@ class LocalParts:
         """Random seed of ``param``: different for each rank's part; equal on all ranks if the parameter is whole."""
         stepped = self._stepped.get(param)
         is_whole = isinstance(param, DTensor) and not any(placement.is_shard() for placement in param.placements)
-        name = "" if stepped is None else f"{stepped.name} of rank {0 if is_whole else stepped.rank}"
+        name = "" if stepped is None else f"{stepped.name} of rank {0 if is_whole else stepped.line.rank}"
         return zlib.crc32(name.encode())
 
     def enter(self, groups: list[dict[str, Any]], state: Any) -> tuple[list[dict[str, Any]], Any]:

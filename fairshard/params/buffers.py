@@ -5,17 +5,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-@torch.no_grad()
-def cast_buffers_(module: nn.Module, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
-    """Move the buffers of ``module`` itself to ``device``, and cast the floating ones to ``dtype``, in place.
-
-    Pass it to ``module.apply`` for a whole tree. Buffers of BatchNorm keep their dtype.
-    """
-    for name, buffer in module.named_buffers(recurse=False):
-        castable = buffer.is_floating_point() and not isinstance(module, _BatchNorm)
-        module._buffers[name] = buffer.to(device=device, dtype=dtype if castable else None)
-
-
 class ComputeBuffers:
     """Casts the floating buffers of a unit's modules while the unit computes, and writes changes back.
 
@@ -24,7 +13,7 @@ class ComputeBuffers:
     """
 
     def __init__(self, modules: list[nn.Module], dtype: torch.dtype) -> None:
-        self._modules = modules
+        self._modules = [module for module in modules if not isinstance(module, _BatchNorm)]
         self._dtype = dtype
         self._shown: list[tuple[nn.Module, str, Tensor, Tensor, int]] = []
 
@@ -35,8 +24,6 @@ class ComputeBuffers:
         if self._shown:
             return
         for module in self._modules:
-            if isinstance(module, _BatchNorm):
-                continue
             for name, original in module._buffers.items():
                 if original is None or not original.is_floating_point() or original.dtype == self._dtype:
                     continue
@@ -50,14 +37,14 @@ class ComputeBuffers:
         """Restore the originals, with the changes that the forward made to the copies."""
         for module, name, original, cast, version in self._shown:
             now = module._buffers.get(name)
+            if now is None:
+                continue
             if now is cast and now._version == version:
                 kept = original.data  # does not count as a write to the original
                 kept.copy_(torch.where(now == original.to(self._dtype), kept, now))
-            elif now is not None:
-                if now.shape == original.shape:
-                    original.copy_(now)
-                else:
-                    original = now.to(original.dtype)
-            if name in module._buffers:
-                module._buffers[name] = original if now is not None else None
-        self._shown = []
+            elif now.shape == original.shape:
+                original.copy_(now)
+            else:
+                original = now.to(original.dtype)
+            module._buffers[name] = original
+        self._shown.clear()

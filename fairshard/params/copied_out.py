@@ -11,17 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fairshard.params.gathered import Gather, Gathered
-from fairshard.params.kept_part import KeptPart
 from fairshard.utils.block import joined_columns
-from fairshard.utils.collectives import UserGather
 from fairshard.utils.span import cut
-from fairshard.utils.storage import alloc_storage_, free_storage_
+from fairshard.utils.storage import free_storage_
 from fairshard.utils.streams import now
 from fairshard.utils.transfers import Ready
 
@@ -53,13 +50,6 @@ def aligned_params(shapes: Sequence[torch.Size], like: Tensor, world_size: int) 
     return line, [line[start : start + shape.numel()].view(shape) for shape, start in pairs]
 
 
-class Joint(Protocol):
-    """A gather into one ``buffer`` that several flat params share, with the user's own all-gather ``custom``."""
-
-    buffer: Tensor
-    custom: UserGather | None
-
-
 @dataclass(frozen=True)
 class Beside:
     """A ``line`` beside a buffer, the parameters in it, and the copies from ``sources`` to ``targets`` that fill it."""
@@ -75,7 +65,7 @@ class CopiedOut(Gathered):
 
     def __init__(self, gather: Gather, buffer: Tensor, row: Tensor, beside: Beside) -> None:
         super().__init__(gather, buffer, row, beside.params)
-        self._line, self._sources, self._targets = beside.line, beside.sources, beside.targets
+        self.kept_line, self._sources, self._targets = beside.line, beside.sources, beside.targets
         self._own_storage, self._line_nbytes = beside.line.untyped_storage(), beside.line.nbytes
         self.line_id = self._own_storage._cdata
         columns = None if buffer.is_cpu else joined_columns(beside.sources)
@@ -85,30 +75,19 @@ class CopiedOut(Gathered):
         self._widths = [source.size(1) for source in beside.sources] if is_filled and has_shapes else None
         self._is_to_copy = False
         self._together: Sequence[CopiedOut] = [self]  # all that one gather fills, in order
-        self._joint: Joint | None = None
-        free_storage_(self._line)
+        free_storage_(self.kept_line)
 
-    def share(self, joint: Joint, together: Sequence[CopiedOut]) -> None:
-        """Share the gather ``joint`` with all of ``together``; `buffer` is a block of columns of its buffer."""
-        self._together, self._joint = together, joint
-        self._storage, self._nbytes = joint.buffer.untyped_storage(), joint.buffer.nbytes
+    def share(self, buffer: Tensor, together: Sequence[CopiedOut]) -> None:
+        """Share one gather into ``buffer`` with all of ``together``; `buffer` is a block of columns of it."""
+        self._together = together
+        self._storage, self._nbytes = buffer.untyped_storage(), buffer.nbytes
 
-    @property
-    def kept_line(self) -> Tensor:
-        """The line; leaves are views of it."""
-        return self._line
-
-    def start(self, own: Tensor | None, part: KeptPart | None, tag: int) -> None:
-        """Start gathering into the buffer, or, from a ``part``, directly into the line. **Collective.**"""
-        if part is not None:
-            alloc_storage_(self._line)
-            self.transfer = self._gather_from(part).start(tag)
-            self._is_to_copy = False
-            return
+    def start(self, own: Tensor | None, tag: int) -> None:
+        """Start gathering into the buffer. **Collective.**"""
         copies = None if self.buffer.is_cpu else self.copies
         if copies is not None:
             copies.free_if(self._storage)
-        super().start(own, part, tag)
+        super().start(own, tag)
         self._is_to_copy = True
         if copies is not None and self is self._together[-1]:
             copies.free()
@@ -118,7 +97,7 @@ class CopiedOut(Gathered):
                 for each in self._together:
                     if each._is_to_copy:
                         each._copy_out()
-                        each.transfer = Ready(stream.record(), self._line)
+                        each.transfer = Ready(stream.record(), self.kept_line)
             copies.keep(self._storage, stream.record())
 
     def wait(self) -> None:
@@ -132,12 +111,6 @@ class CopiedOut(Gathered):
         super().free()
         self._is_to_copy = False
         self._own_storage.resize_(0)
-
-    def gather_by(self, custom: UserGather | None) -> None:
-        """See `Gathered.gather_by`. In addition, passes ``custom`` to a gather that several flat params share."""
-        super().gather_by(custom)
-        if self._joint is not None:
-            self._joint.custom = custom
 
     def _copy_out(self) -> None:
         assert self.transfer is not None

@@ -61,11 +61,6 @@ class DTensorSlot(ParamSlot):
         return local.detach()
 
     @property
-    def whole_shape(self) -> torch.Size:
-        """The shape of the DTensor."""
-        return self.leaf.shape
-
-    @property
     def is_gathered(self) -> bool:
         """Whether the leaf shows whole values."""
         local: Tensor = self.leaf._local_tensor  # type: ignore[attr-defined]
@@ -113,9 +108,9 @@ class DTensorSlot(ParamSlot):
     def renew_leaf(self, device: torch.device) -> None:
         """Replace the leaf, which is on the meta device, with an empty one on ``device``."""
         local = torch.empty(0, dtype=self.leaf.dtype, device=device)
-        self._replace_leaf(
-            nn.Parameter(DTensor(local, self.spec_in(local.dtype), requires_grad=False), self.leaf.requires_grad)
-        )
+        leaf = nn.Parameter(DTensor(local, self.spec_in(local.dtype), requires_grad=False), self.leaf.requires_grad)
+        leaf.__dict__.update(self.leaf.__dict__)
+        self.compute_with(leaf)
 
     @property
     def shows_other(self) -> bool:
@@ -125,7 +120,7 @@ class DTensorSlot(ParamSlot):
 
     @torch.no_grad()
     def local_grad(self, grad: Tensor) -> Tensor:
-        """The local tensor of ``grad``, placed like the parameter. **Collective** if it is placed differently.
+        """The local tensor of ``grad``, dense, placed like the parameter. **Collective** if it is placed differently.
 
         Dimensions of the mesh over which the unit reduces may keep partial sums.
 
@@ -143,7 +138,8 @@ class DTensorSlot(ParamSlot):
         ]
         if list(grad.placements) != wanted:
             grad = grad.redistribute(placements=wanted)
-        return grad._local_tensor
+        local = grad._local_tensor
+        return local.to_dense() if local.is_sparse else local
 
     def __getstate__(self) -> dict[str, Any]:
         if not self.is_gathered:  # with an offset, torch's deepcopy would look for memory of the leaf's own

@@ -14,20 +14,14 @@ from fairshard.params.slot import ParamSlot
 class ExtendedSlot(ParamSlot):
     """See `ParamSlot`. The leaf is not the original parameter: it is empty until its first gather makes it.
 
-    Then it stays the same object, of whatever class; `Extension` frees and refills its memory.
+    Then it stays the same object, of whatever class; `Extension` frees and refills its memory. ``original`` refers to
+    the parameter before sharding; None in copies.
     """
 
     def __init__(self, slot: ParamSlot) -> None:
         super().__init__(slot.leaf, slot.fqn)
-        self._original: Any = weakref.ref(slot.leaf)
-        for module, name in slot.owners:
-            self.add_owner(module, name)
-
-    @property
-    def original(self) -> nn.Parameter:
-        """The parameter before sharding, or the leaf if nothing refers to that any more."""
-        original: nn.Parameter | None = self._original and self._original()
-        return self.leaf if original is None else original
+        self.original: weakref.ref[nn.Parameter] | None = weakref.ref(slot.leaf)
+        self.owners += slot.owners
 
     def register(self, shard: nn.Parameter | None) -> None:
         """See `ParamSlot.register`. In addition, drops the original parameter, which would keep its memory."""
@@ -58,4 +52,4 @@ class ExtendedSlot(ParamSlot):
         return False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "leaf": self._empty_leaf(self.leaf.device), "_original": None}
+        return {**super().__getstate__(), "leaf": self._empty_leaf(self.leaf.device), "original": None}

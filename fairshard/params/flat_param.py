@@ -1,17 +1,20 @@
-"""Parameters as one flat line, of which this rank owns a shard.
+"""Parameters as one flat line, of which this rank owns a shard, and the path of their gradients to the shard's.
 
 Tensors and their lifetimes, for ``W`` ranks and ``S`` elements per rank::
 
     shard    [S]     param dtype     always: the true values, stepped by the optimizer; in host memory with offload
     buffer   [W*S]   compute dtype   while gathered; the collective writes it, the leaves are views of it
     leaves   shaped  compute dtype   views of buffer while gathered, else empty; autograd fills their .grad
-    grad     [S]     param dtype     after backward: the mean over ranks, added to the previous gradient
+    bucket   [W, S]  reduce dtype    `write_grads` copies the leaves' gradients there; the reduce-scatter reads it
+    grad     [S]     param dtype     after backward: `accept_grad` has added the mean over ranks
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,36 +23,59 @@ from torch import Tensor, nn
 from fairshard.errors import FairshardError
 from fairshard.params.gathered import Gather, Gathered
 from fairshard.params.kept_part import KeptPart
-from fairshard.params.leaves import Leaves
+from fairshard.params.pending import PendingGrads
 from fairshard.params.route import Route
 from fairshard.params.rule import GradHome, Rule
-from fairshard.params.shard_grad import GradTransfers
+from fairshard.params.shard_grad import GradTransfers, unexpected_error
 from fairshard.params.shown import ShownShard
-from fairshard.params.slot import plain_and_others
-from fairshard.utils.buckets import Bucket, Division, Hook
+from fairshard.params.slot import ParamSlot
+from fairshard.utils.autograd import accumulate_node, reached, reaches
+from fairshard.utils.block import joined_columns
+from fairshard.utils.buckets import Division, Hook
 from fairshard.utils.collectives import Communicator, Communicators, exchange_tag
-from fairshard.utils.layout import FlatLayout
 from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.storage import set_data
 
+# Of slots and of parameters; `map` with them costs less host time than a loop.
+_TRAINS, _HOOKS = attrgetter("leaf.requires_grad"), attrgetter("_post_accumulate_grad_hooks")
 
-class FlatParam(Leaves):
-    """Parameters of one dtype and one ``requires_grad``, laid end to end and cut among the ranks of a group."""
+
+class FlatParam:
+    """Parameters of one dtype and one ``requires_grad``, laid end to end and cut among the ranks of a group.
+
+    Attributes:
+        shows: the shard and its registered parameters.
+        line: the layout of the parameters; converts the gathered buffer to whole parameters.
+        route: the user's settings for the communication.
+        trained: for each parameter 1 if it needs a gradient, as last followed.
+        gathered: the memory of the whole parameters; `materialize` sets it, the dtypes and the device.
+        nodes: the graph nodes of the leaves; None for those not trained.
+        is_owed: some rank has a gradient of ``reached`` parameters (None: of all), from its backward or pending.
+        contributed: parameters of which this rank has sent gradients in this backward.
+        num_sent: sums in flight.
+        keeps_sums: sums wait for those over replicas.
+    """
+
+    # Set by `materialize`, and by users and backwards afterwards; copies begin with these.
+    comm: Any = None
+    comms: Any = None
+    hook: Hook | None = None
+    grad: Any = None
+    device_shard: Tensor | None = None
+    nodes: Sequence[Any] = ()
+    is_owed = False
+    reached: bytes | None = None
+    num_sent = 0
+    _is_updated = True
+    _hooks: Any = ()
 
     def __init__(self, shows: ShownShard, name: str, route: Route | None = None) -> None:
-        self._own_division: Division | None = None
-        super().__init__(shows, name, Route() if route is None else route)
-
-    def _forget_runtime(self) -> None:
-        super()._forget_runtime()
-        self.comms: Any = None
-        self.comm: Any = None
-        self.hook: Hook | None = None
-        self.lands_at_once = False
-        self.landing_dtype: torch.dtype | None = None
-        self._uses = 0
-        self._device_shard: Tensor | None = None
-        self._is_updated = True
+        self.shows, self.slots, self.line = shows, shows.slots, shows.line
+        self.shard_numel = self.line.shard_numel  # of this rank
+        self.has_elements = self.line.numel > 0
+        self.name = name
+        self.route = route or Route()
+        self.trained = shows.wanted()
 
     def __getstate__(self) -> dict[str, Any]:
         if self.hook is not None:
@@ -57,100 +83,49 @@ class FlatParam(Leaves):
                 "A model with a communication hook must not be pickled or copied, because the copy would lose it, but "
                 f"`{self.name}` has one. Save its state_dict(), or register the hook on the copy instead."
             )
-        kept = ("shows", "slots", "line", "shard_numel", "has_elements", "name", "route", "requires_grad", "trained")
-        return {name: getattr(self, name) for name in (*kept, "_own_division")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget_runtime()
-
-    def rename(self, renamed: Callable[[str], str]) -> None:
-        """Rename the line and its parameters: each name becomes ``renamed(name)``."""
-        self.name = renamed(self.name)
-        for slot in self.slots:
-            slot.rename(renamed(slot.fqn))
+        kept = ("shows", "slots", "line", "shard_numel", "has_elements", "name", "route", "trained")
+        return {name: getattr(self, name) for name in kept}
 
     # ---- registered parameters
 
     @property
-    def on_cpu(self) -> bool:
-        """Whether the shard is kept in host memory."""
-        return self.shows.on_cpu
+    def shard(self) -> nn.Parameter:
+        """This rank's part of the line, ``[S]``."""
+        return self.shows.shard
+
+    @property
+    def stepped(self) -> Sequence[Any]:
+        """The objects whose ``shard`` optimizers step: this flat param, or one `OrigParam` per parameter."""
+        return self.shows.stepped_by(self)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any parameter needs a gradient, as last followed."""
+        return 1 in self.trained
 
     def adopt_assigned(self) -> None:
         """Adopt tensors that the user has assigned to ``.data`` of registered parameters."""
         if self.shows.adopt_assigned(is_fixed=self.comm is not None) and self.grad is not None:
             self.grad.adopt_assigned()
 
-    def register_on(self, module: nn.Module) -> None:
-        """Register the shard as a parameter of ``module``, under this flat param's name."""
-        self.shows.register_on(module, self.name)
+    def follow_requires_grad(self) -> None:
+        """Adopt the user's changes of ``requires_grad``.
 
-    def unregister(self) -> Callable[[], None]:
-        """Undo `register_on`, if it was called; the returned function registers again."""
-        return self.shows.unregister()
+        As in autograd, a leaf gets a gradient from a graph that was recorded while it was trained, if it is trained
+        again when the backward runs.
 
-    def split(self, indexes: Sequence[int]) -> FlatParam:
-        """The parameters ``indexes``, now of one dtype and device, as a separate flat param.
-
-        The registered parameters and the objects in `stepped` stay the same. Split off all other parameters too.
+        Raises:
+            FairshardError: only some leaves were changed, but one flat parameter is registered for all.
         """
-        shows: Any = self.shows  # DTensors
-        part = FlatParam(shows.split(indexes), self.slots[indexes[0]].fqn, replace(self.route))
-        part._own_division = self._own_division
-        part.trained = bytes(self.trained[index] for index in indexes)
-        part.requires_grad = any(part.trained)
-        for index, stepped in enumerate(part.stepped):
-            stepped.move_to(part, index)
-        part.adopt_assigned()
-        part.shows.link()
-        return part
-
-    # ---- the line
-
-    @property
-    def layout(self) -> FlatLayout:
-        """The position of each parameter on the line."""
-        return self.line.layout
-
-    @property
-    def rank(self) -> int:
-        """The row that this rank owns."""
-        return self.line.rank
-
-    def cut(self, values: list[Tensor]) -> Tensor:
-        """See `FlatLine.cut`."""
-        return self.line.cut(values)
-
-    def shaped(self, index: int, flat: Tensor) -> Tensor:
-        """See `FlatLine.shaped`."""
-        return self.line.shaped(index, flat)
-
-    def params_of(self, line: Tensor) -> list[Tensor]:
-        """See `FlatLine.params_of`."""
-        return self.line.params_of(line)
-
-    def lay_out(self, values: list[Tensor]) -> Tensor:
-        """See `FlatLine.lay_out`."""
-        return self.line.lay_out(values)
-
-    def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
-        """See `FlatLine.runs_of`."""
-        return self.line.runs_of(values)
-
-    @property
-    def bucket_kind(self) -> type[Bucket]:
-        """The class of its bucket."""
-        return self.line.bucket_kind
-
-    @property
-    def bucket_numel(self) -> int:
-        """Elements in a bucket, those of all ranks together."""
-        return self.line.layout.padded_numel
-
-    def bucket_views(self, columns: Any) -> list[list[Tensor]]:
-        """See `FlatLine.bucket_views`."""
-        return self.line.bucket_views(columns)
+        if bytes(map(_TRAINS, self.slots)) != self.trained:
+            self.shows.adopt_requires_grad(self.trained, self.name)
+        wanted = self.shows.wanted()
+        if wanted == self.trained:
+            return
+        self.trained = wanted
+        self.shows.follow(wanted)
+        if self.nodes:
+            self._show_leaves()
 
     # ---- setting up
 
@@ -161,44 +136,51 @@ class FlatParam(Leaves):
     def materialize(self, comms: Communicators, rule: Rule, transfers: GradTransfers, on_grad: Any) -> None:
         """Create the buffer and the leaves, with the current dtype and device of the shard.
 
-        ``on_grad(leaf)`` is called when autograd has accumulated a leaf's gradient. It must not refer to this
-        object: the garbage collector does not see the references from leaves to their hooks.
+        ``comms`` is shared by all units over the same ranks. ``on_grad(leaf)`` is called when autograd has accumulated
+        a leaf's gradient. It must not refer to this object: the garbage collector does not see the references from
+        leaves to their hooks.
         """
         self.adopt_assigned()
         self.follow_requires_grad()
-        self.comms = comms
+        self.layout, self.bucket_kind = self.line.layout, self.line.bucket_kind  # for `GradSource`
+        self.bucket_numel, self.bucket_views = self.layout.padded_numel, self.line.bucket_views
+        self._given = comms
         comm = self.comm = comms.shard
-        self.tag_id = comm.new_id()
+        self.tag_id, self._uses = comm.new_id(), count(1)
         self.reduce_id = self.tag_id if comms.reduce is comm else comms.reduce.new_id()
         self.replica_id = 0 if comms.replicas is None else comms.replicas.new_id()
-        self._division = self._own_division or rule.division_among(comms.num_ranks)
+        self._mean = Division(rule.divide_before, comms.num_ranks / rule.divide_before)
         self.compute_dtype = self.compute_dtype_under(rule)
         self.reduce_dtype = rule.reduce_dtype_of(self.compute_dtype)
+        self._sum_dtype = torch.promote_types(self.compute_dtype, self.reduce_dtype)
         self.compute_device = transfers.device
-        home = rule.grad_home if self.on_cpu else GradHome.SHARD
+        home = rule.grad_home if self.shows.on_cpu else GradHome.SHARD
         held, pending = (None, None) if self.grad is None else (self.grad.value, self.grad.pending)  # of another model
-        grad_dtype = rule.grad_dtype_of(self.shard.dtype, self.reduce_dtype)
-        self._on_grad = on_grad
+        grad_dtype = self.reduce_dtype if rule.keeps_reduce_dtype else self.shard.dtype
         with torch.inference_mode(False), torch.no_grad():
-            if self.on_cpu:
+            if self.shows.on_cpu:
                 self._place_on_cpu(keep_on_device=not rule.cpu_offload)
             elif self.shard.device != self.compute_device:
                 set_data(self.shard, self.shard.data.to(self.compute_device))
             self.gathered = self._make_gathered(comm)
-        self._hook_leaves()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._on_grad = [], on_grad
+        self._nodes: list[Any] = [None] * len(self.slots)  # like `nodes`, and of those trained earlier
+        self._show_leaves()
         self.shows.link()
         self.grad = self.shows.make_grad(grad_dtype, home, transfers, held)
         self.grad.adopt(pending)
-        self.route.start_from(comms)
         self.follow_route()
 
     def _make_gathered(self, comm: Communicator) -> Gathered:
         """Memory of the whole parameters, freed."""
         # With one rank and one dtype the shard is the whole line: compute on it, gather nothing.
-        self.computes_on_shard = comm.world_size == 1 and self.compute_dtype == self.shard.dtype and not self.on_cpu
+        is_cast = self.compute_dtype != self.shard.dtype
+        self.computes_on_shard = comm.world_size == 1 and not is_cast and not self.shows.on_cpu
         if self.computes_on_shard:
             return self.line.in_place(self.shard.data.view(1, -1), comm)
-        gathered = self.line.gathered_in(self._empty_line(self.compute_dtype), comm)
+        gathered = self.line.gathered_in(self.line.empty(self.compute_dtype, self.compute_device), comm)
         gathered.free()
         return gathered
 
@@ -206,45 +188,51 @@ class FlatParam(Leaves):
         """Gather into ``gathered`` from now on."""
         gathered.copies = self.gathered.copies
         self.gathered = gathered
-        gathered.gather_by(self.route.gather)
-        self._hook_leaves()
+        gathered.custom = self.route.gather
+        self._show_leaves()
 
-    def divide_by(self, division: Division) -> None:
-        """Divide gradients by ``division`` from now on, instead of by the number of ranks."""
-        self._own_division = self.division = division
+    def _show_leaves(self) -> None:
+        """Make the leaves ready to show `gathered`, and hook those that are trained for the first time.
 
-    @property
-    def division(self) -> Division:
-        """The divisors of gradients; 1 while gradients wait for the sum over replicas."""
-        return _UNDIVIDED if self.route.keeps_sums else self._division
-
-    @division.setter
-    def division(self, division: Division) -> None:
-        self._division = division
+        Those frozen now keep their hooks for earlier graphs.
+        """
+        pairs = list(zip(self.slots, self.gathered.views, strict=True))
+        for index, (slot, view) in enumerate(pairs):
+            is_whole = slot.is_gathered
+            if slot.leaf.requires_grad != self.trained[index]:  # torch refuses it for what inference mode has made
+                slot.leaf.requires_grad_(bool(self.trained[index]))
+            slot.show(view)  # a leaf's graph node remembers the shape and dtype that it was made with
+            if self.trained[index] and self._nodes[index] is None:
+                self._nodes[index] = accumulate_node(slot.leaf)
+                self._hooks.append(slot.leaf.register_post_accumulate_grad_hook(self._on_grad))
+            if not is_whole:
+                slot.detach()
+        self.nodes = [node if trains else None for node, trains in zip(self._nodes, self.trained, strict=True)]
+        # To set the data of plain leaves in one loop costs far less host time than one call for each. Holds until a
+        # leaf is replaced, which happens before the first forward only.
+        self._plain = [(slot.leaf, view, slot.empty) for slot, view in pairs if type(slot) is ParamSlot]
+        self._others = [(slot, view) for slot, view in pairs if type(slot) is not ParamSlot]
 
     def follow_route(self) -> None:
         """Apply the settings of `route`; call this after each change to them, between passes."""
-        self.lands_at_once = self.route.hook is not None
-        comms = self.route.follow()
-        is_plain = self.grad is not None and self.route.hook is None and not self.route.keeps_sums
-        self.landing_dtype = self.grad.dtype if is_plain else None
-        if comms is not None:
-            self.comms = comms
-            self.gathered.gather_by(self.route.gather)
+        if self.grad is None:  # before the first forward
+            return
+        route, comms = self.route, self._given
+        self.keeps_sums = not route.sums_replicas and comms.replicas is not None
+        if route.scatter is not None:
+            comms = replace(comms, reduce=route.scatter(comms.reduce))
+        self.comms = replace(comms, replicas=None) if self.keeps_sums else comms
+        self.division = _UNDIVIDED if self.keeps_sums else route.division or self._mean
+        self.lands_at_once = route.hook is not None
+        self.landing_dtype = None if route.hook is not None or self.keeps_sums else self.grad.dtype
+        self.gathered.custom = route.gather
 
     def reduce_in(self, reduce: Communicator) -> None:
         """Sum over the ranks of the shard in the group ``reduce``, which has the same ranks."""
-        if self.route.reduce_in(reduce):
+        if self.comm is not None:
+            self._given = replace(self._given, reduce=reduce)
             self.reduce_id = reduce.new_id()
             self.follow_route()
-
-    def move_to(self, device: torch.device) -> None:
-        """Move the shard to ``device``."""
-        self.shows.move_to(device)
-
-    def keep_on_device(self) -> None:
-        """Keep the shard and its gradient on the compute device, even if the unit's options offload them."""
-        self.shows.keep_on_device()
 
     def _place_on_cpu(self, keep_on_device: bool) -> None:
         """Move the shard to host memory that the device can read; `.cuda()` or `.half()` may have moved it out."""
@@ -252,10 +240,9 @@ class FlatParam(Leaves):
         host.copy_(self.shard)
         set_data(self.shard, host)
         if keep_on_device:
-            self._device_shard = host.new_empty(host.shape, dtype=self.compute_dtype, device=self.compute_device)
+            self.device_shard = host.new_empty(host.shape, dtype=self.compute_dtype, device=self.compute_device)
 
-    def _empty_line(self, dtype: torch.dtype) -> Tensor:
-        return self.line.empty(self.comm.world_size, dtype, self.compute_device)
+    # ---- passes
 
     def begin_pass(self) -> None:
         """Apply the user's changes since the last pass: values, gradients and ``requires_grad``."""
@@ -267,42 +254,26 @@ class FlatParam(Leaves):
 
     def unshard(self, part: KeptPart | None = None) -> None:
         """Start gathering the line, even if it is gathered; from its kept ``part`` if given. **Collective.**"""
-        self.is_gathered = True
         if self.computes_on_shard:
             if self.gathered.buffer.data_ptr() != self.shard.data_ptr():  # the user assigned `shard.data`
                 self.gathered = self.line.in_place(self.shard.data.view(1, -1), self.comm)
-                for slot, view in zip(self.slots, self.gathered.views, strict=True):
-                    slot.show(view)
-                self._plain, self._others = plain_and_others(self.slots, self.gathered.views)
+                self._show_leaves()
         elif self.has_elements:
-            self._uses += 1
-            own = self._newest() if part is None else None
-            self.gathered.start(own, part, exchange_tag("all_gather", self.tag_id, self._uses))
+            tag = exchange_tag("all_gather", self.tag_id, next(self._uses))
+            if part is None:
+                self.gathered.start(self._newest(), tag)
+            else:
+                self.gathered.start_from(part, tag)
 
     def _newest(self) -> Tensor:
         """The current values of the shard, in its copy on the compute device if that exists."""
-        if self._device_shard is None:
+        if self.device_shard is None:
             return self.shows.shard.detach()
         if self._is_updated:
             # Copied in every pass, because a change through ``shard.data`` cannot be detected.
-            self._device_shard.copy_(self.shard.detach(), non_blocking=True)
+            self.device_shard.copy_(self.shard.detach(), non_blocking=True)
             self._is_updated = False
-        return self._device_shard
-
-    @property
-    def buffer(self) -> Tensor:
-        """The buffer ``[W, S]`` into which rows are gathered."""
-        return self.gathered.buffer
-
-    @property
-    def kept_line(self) -> Tensor:
-        """The memory of the whole parameters; a part of it can be kept between forward and backward."""
-        return self.gathered.kept_line
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a gather was started and not waited for yet."""
-        return self.comm is not None and self.gathered.transfer is not None
+        return self.device_shard
 
     def wait_unshard(self) -> None:
         """Wait for the running gather, if any, and show it in the leaves."""
@@ -321,35 +292,180 @@ class FlatParam(Leaves):
             slot.clear()
         if not self.computes_on_shard:
             self.gathered.free()
-        self.is_gathered = False
 
-    @torch.no_grad()
-    def gather_line(self, values: Tensor) -> Tensor:
-        """``values`` ``[S]`` of every rank as a line in new memory on the compute device. **Collective.**"""
-        line = self._empty_line(values.dtype)
-        self.line.row_of(line).copy_(values)
-        return self.gather_rows(line, self.line.gather_of(line, self.comm))
-
-    def gather_rows(self, rows: Tensor, gather: Gather | None = None) -> Tensor:
-        """Fill ``rows`` ``[W, n]`` by ``gather``, or from the other ranks in their order. **Collective.**
-
-        This rank's row is already written.
-        """
+    def gather_rows(self, rows: Tensor, gather: Gather) -> Tensor:
+        """Fill ``rows``, in which this rank's row is already written, by ``gather``. **Collective.**"""
         if rows.numel():
-            self._uses += 1
-            tag = exchange_tag("all_gather", self.tag_id, self._uses)
-            (self.comm.all_gather(rows, tag) if gather is None else gather.start(tag)).wait()
+            gather.start(exchange_tag("all_gather", self.tag_id, next(self._uses))).wait()
         return rows
 
-    def state_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors kept between steps (shard and gradient): on the compute device, and in host memory."""
-        shard_sum = None if self.pending is None else self.pending.shard_sum
-        device = [tensor for tensor in (self._device_shard, shard_sum) if tensor is not None]
-        host: list[Tensor] = []
-        (host if self.on_cpu else device).extend(self.shows.memory())
-        if self.grad is not None:
-            (host if self.grad.is_on_host else device).extend(self.grad.tensors())
-        return device, host
+    # ---- gradients
+
+    @property
+    def pending(self) -> PendingGrads | None:
+        """The gradients that no backward has reduced yet, or that an exception has left incomplete."""
+        return None if self.grad is None else self.grad.pending
+
+    def reach(self) -> bytearray:
+        """For each parameter, 1 if the running backward gives it a gradient on this rank, or one is pending."""
+        if not self.has_elements:
+            return bytearray(len(self.slots))
+        pending = self.pending
+        if pending is None and 0 not in self.trained:
+            return reached(self.nodes)
+        kept = bytes(len(self.slots)) if pending is None else pending.kept(sends_shard_sum=not self.keeps_sums)
+        return bytearray(
+            own or (node is not None and reaches(node)) for node, own in zip(self.nodes, kept, strict=True)
+        )
+
+    def note_reached(self, which: bytearray) -> None:
+        """A backward begins in which some rank has gradients of ``which`` parameters, 1 or 0 each.
+
+        Gradients that no rank has stay None.
+        """
+        self.is_owed = 1 in which
+        self.reached = bytes(which) if 0 in which else None
+        self.contributed = bytearray(len(self.slots))
+
+    def write_grads(self, views: list[list[Tensor]]) -> None:
+        """Copy every leaf's gradient into ``views`` and cast it: the only copy of whole gradients that are not small.
+
+        Then drop the leaves' gradients. A leaf without a gradient counts as zeros.
+        """
+        cut_as = self.line.cut_as
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        empty = list(views[-1])
+        pending = self.pending
+        # All slots are alike. Sums in a wider dtype are local already.
+        is_dtensor = self.slots[0].has_mesh and (pending is None or self._sum_dtype == self.compute_dtype)
+        for index, slot in enumerate(self.slots):
+            runs, grad = views[index], slot.leaf.grad
+            slot.leaf.grad = None
+            if pending is not None:
+                if grad is not None:
+                    pending.add(index, self._as_kept(slot, grad))
+                grad, pending.sums[index] = pending.sums[index], None  # sent now
+            if grad is None:
+                empty += runs
+                continue
+            if is_dtensor or grad.is_sparse:
+                grad = slot.local_grad(grad)
+            self.contributed[index] = 1
+            if self.reached is not None and not self.reached[index]:
+                raise unexpected_error(slot.fqn)
+            targets += runs
+            if runs and runs[0].shape == grad.shape:  # one run: the first of several has fewer elements
+                sources += (grad,)
+            else:
+                sources += cut_as(runs, index, grad)
+        for run in empty:
+            run.zero_()
+        if targets:
+            columns = None if targets[0].is_cpu else joined_columns(targets)
+            if columns is None or any(source.dtype != columns.dtype for source in sources):
+                torch._foreach_copy_(targets, sources)
+            else:  # one kernel; a foreach copy to parts of rows is one for each
+                pairs = zip(sources, targets, strict=True)
+                torch.cat([source.view(target.shape) for source, target in pairs], dim=1, out=columns)
+        if pending is not None:
+            pending.note_sent()
+            if not self.keeps_sums:
+                self.contributed[:] = map(max, self.contributed, pending.in_shard_sum)
+
+    def _as_kept(self, slot: ParamSlot, grad: Tensor) -> Tensor:
+        """A leaf's gradient as it is kept pending: in the wider of compute and reduce dtype."""
+        if self._sum_dtype != self.compute_dtype:  # made local in that dtype: the sum over its own mesh would round
+            return slot.local_grad(grad.to(self._sum_dtype))
+        return grad.to_dense() if grad.is_sparse else grad
+
+    def note_sent(self) -> None:
+        """The gradients are sent to be reduced."""
+        self.num_sent += 1
+        self.grad.note_sent()
+
+    def take_kept(self) -> Tensor | None:
+        """The sum of earlier backwards over the ranks of the shard only; None from the second call on."""
+        return None if self.pending is None else self.pending.take_shard_sum()
+
+    def accept_grad(self, reduced: Tensor) -> None:
+        """Set or add the mean over ranks, ``[S]``, to the shard's gradient, and call its hooks and the listener.
+
+        A sum that is not summed over replicas yet is kept pending instead.
+        """
+        self.num_sent -= 1
+        if self.keeps_sums:
+            reached = self.reached or b"\1" * len(self.slots)
+            with torch.no_grad():
+                pending = self.grad.pending_of(len(self.slots))
+                pending.add_shard_sum(reduced, reached)
+                pending.show(reached)
+            return
+        if self.route.hook is not None:
+            self.route.change(reduced)
+        self.grad.add(reduced, self.reached)
+        for param in self.shows.registered if any(map(_HOOKS, self.shows.registered)) else ():
+            self.grad.land()
+            for hook in tuple((_HOOKS(param) or {}).values()) if param.grad is not None else ():
+                hook(param)
+        listener = self.grad.transfers.listener
+        if listener is not None and not self.num_sent:
+            listener(self)
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Keep this pass's gradients whole, on this rank, for a later pass that reduces (``no_sync``).
+
+        Faces show placeholders, also on ranks that have no gradients of their own.
+        """
+        pending = self.grad.pending_of(len(self.slots))
+        for index, slot in enumerate(self.slots):
+            grad, slot.leaf.grad = slot.leaf.grad, None
+            if grad is not None:
+                pending.add(index, self._as_kept(slot, grad))
+        pending.show(self.reached or b"\1" * len(self.slots))
+
+    @property
+    def has_leaf_grads(self) -> bool:
+        """Whether autograd has left a gradient on a leaf."""
+        return any(slot.leaf.grad is not None for slot in self.slots)
+
+    def forget_zeroed(self) -> None:
+        """A backward begins: see `drop_zeroed`; what earlier backwards have changed cannot be lost any more."""
+        self.grad.begin_backward()
+        self.drop_zeroed()
+
+    def drop_zeroed(self) -> None:
+        """Drop the pending gradients of parameters that the user has zeroed since.
+
+        Raises:
+            FairshardError: one was changed in another way.
+        """
+        if self.pending is not None:
+            self.grad.drop_zeroed([one.name for one in self.stepped])
+
+    def drop_grads(self) -> None:
+        """Drop what an interrupted backward has left on the leaves."""
+        self.num_sent = 0
+        for slot in self.slots:
+            slot.leaf.grad = None
+
+    def abandon_grads(self) -> None:
+        """A backward has raised: its gradients, and those to which it has added some, must not be used."""
+        self.drop_grads()
+        self.grad.abandon(len(self.slots))
+
+    def check_whole(self, face: int | None = None) -> None:
+        """Raise if the gradient of one face, or of any, is pending or incomplete, unless it was zeroed since.
+
+        Raises:
+            PartialGradientError: an exception has left it incomplete.
+            PendingGradientError: it waits to be reduced.
+        """
+        self.drop_zeroed()
+        for index, one in enumerate(self.stepped if self.pending is not None else ()):
+            if face in (None, index):
+                self.grad.pending.check_absent(index, one.name, f"{self.slots[index].fqn}, rank {self.line.rank}")
 
 
 _UNDIVIDED = Division(1.0, 1.0)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fairshard.params.kept_part import KeptPart
 from fairshard.utils.collectives import UserGather
+from fairshard.utils.storage import alloc_storage_
 from fairshard.utils.streams import Event, Stream
 from fairshard.utils.transfers import Transfer
 
@@ -56,11 +57,9 @@ class Gather(Protocol):
 
     def through(self, user: UserGather | None) -> Gather:
         """The gather to start: that of ``user``, where it may replace this one."""
-        ...
 
     def start(self, tag: int) -> Transfer:
         """Start the gather. **Collective.**"""
-        ...
 
 
 class Gathered:
@@ -70,8 +69,9 @@ class Gathered:
         buffer: its storage is empty while the line is resharded.
         views: the whole parameters, to which the leaves point.
         transfer: a gather not waited for yet, or None.
-        custom: the user's own all-gather, or None.
+        custom: the user's own all-gather; None: gather with the engine's own.
         copies: where parameters are copied out, if they are not gathered in place.
+        kept_line: the memory of the whole parameters; a part of it can be kept between forward and backward.
         line_id: identifies the storage of `kept_line`.
     """
 
@@ -87,22 +87,23 @@ class Gathered:
         self._row = row
         self._storage = buffer.untyped_storage()
         self._nbytes = buffer.nbytes
-        self.line_id = self._storage._cdata
+        self.kept_line, self.line_id = buffer, self._storage._cdata
 
-    @property
-    def kept_line(self) -> Tensor:
-        """The memory of the whole parameters; a part of it can be kept between forward and backward."""
-        return self.buffer
-
-    def start(self, own: Tensor | None, part: KeptPart | None, tag: int) -> None:
-        """Start gathering: this rank sends ``own``, or its ``part`` of the rows. **Collective.**"""
+    def start(self, own: Tensor | None, tag: int) -> None:
+        """Start gathering: this rank sends ``own``; None: what its row holds already. **Collective.**"""
         if self.transfer is not None:  # a gather not waited for yet; its weights have changed since
             self.transfer.wait()
         if not self._storage.nbytes():
             self._storage.resize_(self._nbytes)
         if own is not None:
             self._row.copy_(own, non_blocking=True)
-        self.transfer = self._gather_from(part).start(tag)
+        self.transfer = (self._gather if self.custom is None else self._gather.through(self.custom)).start(tag)
+
+    def start_from(self, part: KeptPart, tag: int) -> None:
+        """Start gathering what a few ranks have kept, directly into `kept_line`. **Collective.**"""
+        self.free()
+        alloc_storage_(self.kept_line)
+        self.transfer = part.write().through(self.custom).start(tag)
 
     def wait(self) -> None:
         """Wait for the running gather, if any; then the views hold the whole parameters."""
@@ -113,15 +114,5 @@ class Gathered:
     def free(self) -> None:
         """Wait for the running gather, if any, and free the memory."""
         if self.transfer is not None:
-            transfer, self.transfer = self.transfer, None
-            transfer.wait()
+            Gathered.wait(self)
         self._storage.resize_(0)
-
-    def gather_by(self, custom: UserGather | None) -> None:
-        """Gather with the user's all-gather ``custom`` from now on; None: with the engine's own."""
-        self.custom = custom
-
-    def _gather_from(self, part: KeptPart | None) -> Gather:
-        """The gather that fills the memory; writes ``part`` first, if given. This rank's row is already written."""
-        gather: Gather = self._gather if part is None else part.write()
-        return gather if self.custom is None else gather.through(self.custom)

@@ -47,10 +47,6 @@ class FlatLine:
         """The whole parameter ``index``, from its elements ``flat`` in the order of `flattened`."""
         return flat.view(self.shapes[index])
 
-    def is_ordered(self, index: int) -> bool:
-        """Whether the elements of parameter ``index`` are cut in the order of their memory."""
-        return True
-
     @torch.no_grad()
     def cut(self, values: list[Tensor]) -> Tensor:
         """This rank's shard ``[S]`` of whole parameters ``values``, padded with zeros, in new memory."""
@@ -73,9 +69,9 @@ class FlatLine:
         """Memory of the whole parameters: ``buffer`` ``[W, S]``; the leaves point to it."""
         return Gathered(self.gather_of(buffer, comm), buffer, self.row_of(buffer), self.params_of(buffer))
 
-    def empty(self, world_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """New memory for a whole line of ``world_size`` rows."""
-        return torch.empty(world_size, self.shard_numel, dtype=dtype, device=device)
+    def empty(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """New memory for a whole line."""
+        return torch.empty(self.layout.world_size, self.shard_numel, dtype=dtype, device=device)
 
     def row_of(self, line: Tensor) -> Tensor:
         """This rank's row of a whole ``line``, as a view."""
@@ -90,14 +86,6 @@ class FlatLine:
         line = line.view(-1)
         spans = map(self.layout.param_span, range(len(self.shapes)))
         return [line[span.start : span.stop].view(shape) for shape, span in zip(self.shapes, spans, strict=True)]
-
-    def lay_out(self, values: list[Tensor]) -> Tensor:
-        """Whole parameters as a line ``[W, S]`` in new memory, padded with zeros."""
-        line = values[0].new_zeros(self.layout.padded_numel)
-        for index, value in enumerate(values):
-            span = self.layout.param_span(index)
-            line[span.start : span.stop] = value.reshape(-1)
-        return line.view(self.layout.world_size, self.shard_numel)
 
     def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
         """This rank's run of each parameter: the index of its first element, and a view of ``values`` ``[S]``."""

@@ -18,7 +18,7 @@ a placeholder meanwhile, all elements of which are one -0.0. The placeholder its
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NoReturn, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,34 +27,12 @@ from torch.distributed.tensor import DTensor
 from fairshard.errors import FairshardError, PartialGradientError, PendingGradientError
 
 
-def _version_of(grad: Tensor | None) -> int:
-    return -1 if grad is None else grad._version
-
-
-class Faces(Protocol):
-    """The gradients of the faces of one shard, where users see them."""
-
-    @property
-    def shown(self) -> Sequence[Tensor | None]:
-        """The gradient of each face, or its placeholder."""
-
-    def show(self, face: int, grad: Tensor | None) -> None:
-        """Make ``grad`` the gradient of a face."""
-
-    def new(self, face: int, value: float, shares_memory: bool = False) -> Tensor:
-        """A gradient for a face that is filled with ``value``; all elements may be one."""
-
-    def own_of(self, face: int, grad: Tensor) -> Tensor:
-        """This rank's elements of ``grad``, the gradient of a face."""
-
-    def parts_of(self, whole: Tensor) -> Sequence[Tensor]:
-        """The part of ``whole`` ``[S]`` for each face."""
-
-
 class PendingGrads:
     """The pending gradients of one flat param; made when there is one, and dropped when there is none.
 
     Attributes:
+        faces: the `ShardGrad` that shows the gradients of the faces.
+        covers: the faces that have a placeholder.
         sums: for each leaf, the sum of its gradients on this rank; None if it has none.
         shard_sum: the sum ``[S]`` over the ranks of the shard, in fp32 or wider.
         in_shard_sum: for each leaf, 1 if any rank has a part in `shard_sum`.
@@ -62,61 +40,34 @@ class PendingGrads:
         changed: faces to whose sums the running backward has added, or whose sums it has sent.
     """
 
-    def __init__(self, faces: Faces, num_leaves: int) -> None:
-        self._faces = faces
-        self._num_leaves = num_leaves
+    def __init__(self, faces: Any, num_leaves: int) -> None:
+        self.faces = faces
+        self._face_of = range(num_leaves) if len(faces.shown) > 1 else [0] * num_leaves  # for each leaf
         self.sums: list[Tensor | None] = [None] * num_leaves
         self.shard_sum: Tensor | None = None
         self.in_shard_sum = bytearray(num_leaves)
         self.lost: set[int] = set()
         self.changed: set[int] = set()
-        self._covers: dict[int, _Cover] = {}
-
-    def move_to(self, faces: Faces) -> None:
-        """The faces are managed by ``faces`` from now on."""
-        self._faces = faces
+        self.covers: dict[int, _Cover] = {}
 
     # ---- faces
 
-    def __len__(self) -> int:
-        """Number of faces with a placeholder."""
-        return len(self._covers)
-
-    def covers(self, face: int) -> bool:
-        """Whether a face has a placeholder."""
-        return face in self._covers
-
     def behind(self, face: int, shown: Tensor | None) -> Tensor | None:
         """The reduced gradient of a face that has ``shown``: without a placeholder this one, else the earlier one."""
-        cover = self._covers.get(face)
+        cover = self.covers.get(face)
         return cover.earlier if cover is not None and shown is cover.placeholder else shown
 
-    def replace(self, face: int, earlier: Tensor | None) -> None:
-        """Make ``earlier`` the reduced gradient of a face that has a placeholder."""
-        self._covers[face].earlier = earlier
-
-    def _face_of(self, leaf: int) -> int:
-        return leaf if len(self._faces.shown) > 1 else 0
-
-    def _leaves_of(self, face: int) -> Iterable[int]:
-        return (face,) if len(self._faces.shown) > 1 else range(self._num_leaves)
-
     def _cover(self, face: int) -> None:
-        if face not in self._covers:
-            placeholder = self._faces.new(face, -0.0, shares_memory=True)
-            self._covers[face] = _Cover(placeholder, placeholder._version, self._faces.shown[face])
-            self._faces.show(face, placeholder)
-
-    def _uncover(self, face: int) -> None:
-        cover = self._covers.pop(face)
-        if self._faces.shown[face] is cover.placeholder:
-            self._faces.show(face, cover.earlier)
+        if face not in self.covers:
+            placeholder = self.faces.new(face, -0.0, shares_memory=True)
+            self.covers[face] = _Cover(placeholder, placeholder._version, self.faces.shown[face])
+            self.faces.show(face, placeholder)
 
     # ---- sums
 
     def add(self, leaf: int, grad: Tensor) -> None:
         """Add the whole gradient of a leaf, whose memory may be kept."""
-        if self._face_of(leaf) not in self.lost:
+        if self._face_of[leaf] not in self.lost:
             known = self.sums[leaf]
             self.sums[leaf] = grad if known is None else known.add_(grad)
 
@@ -128,35 +79,33 @@ class PendingGrads:
 
     def show(self, reached: bytes) -> None:
         """Show placeholders on the faces of leaves that some rank has ``reached``; the running backward did that."""
-        faces = {self._face_of(leaf) for leaf, own in enumerate(reached) if own}
+        faces = {face for face, own in zip(self._face_of, reached, strict=True) if own}
         for face in sorted(faces):
             self._cover(face)
         self.changed |= faces
 
     def kept(self, sends_shard_sum: bool) -> bytes:
         """For each leaf, 1 if a backward must send something of it."""
-        marks = self.in_shard_sum if sends_shard_sum else bytes(self._num_leaves)
+        marks = self.in_shard_sum if sends_shard_sum else bytes(len(self.sums))
         return bytes(own or one is not None for own, one in zip(marks, self.sums, strict=True))
-
-    def take(self, leaf: int) -> Tensor | None:
-        """The sum of a leaf, which is sent now."""
-        found, self.sums[leaf] = self.sums[leaf], None
-        return found
 
     def take_shard_sum(self) -> Tensor | None:
         """The sum ``[S]``, which is sent now; None from the second call on."""
         found, self.shard_sum = self.shard_sum, None
-        self.in_shard_sum = bytearray(self._num_leaves)
+        self.in_shard_sum = bytearray(len(self.sums))
         return found
 
     def note_sent(self) -> None:
         """The running backward sends the sums; faces keep their placeholders until `finish`."""
-        self.changed |= self._covers.keys()
+        self.changed |= self.covers.keys()
 
     def finish(self) -> None:
         """What was sent has arrived: the faces show what they had before, and it is added to that next."""
-        for face in [face for face in self._covers if face not in self.lost]:
-            self._uncover(face)
+        shown = self.faces.shown
+        for face in self.covers.keys() - self.lost:
+            cover = self.covers.pop(face)
+            if shown[face] is cover.placeholder:
+                self.faces.show(face, cover.earlier)
 
     # ---- dropping
 
@@ -167,23 +116,20 @@ class PendingGrads:
         Raises:
             FairshardError: a face, called by its entry in ``names``, was changed in another way.
         """
-        seen = self._faces.shown
-        dropped = {face for face in self._covers if self._is_dropped(face, seen[face], names[face])}
-        with_elements = {face for face in self._covers if self._has_elements(face)}
-        if any(isinstance(cover.placeholder, DTensor) for cover in self._covers.values()):
-            dropped |= self._zeroed_uncounted(sorted(with_elements - dropped))
-            if with_elements and dropped >= with_elements:
-                dropped |= self._covers.keys()
+        seen = self.faces.shown
+        dropped = {face for face in self.covers if self._is_dropped(face, seen[face], names[face])}
+        if any(isinstance(cover.placeholder, DTensor) for cover in self.covers.values()):
+            dropped |= self._zeroed_uncounted(dropped)
         for face in dropped:
             self._drop(face, seen[face])
 
     def _is_dropped(self, face: int, grad: Tensor | None, name: str) -> bool:
-        cover = self._covers[face]
+        cover = self.covers[face]
         if grad is None:
             return True
         if grad is cover.placeholder and grad._version == cover.version:
             return False
-        values = self._faces.own_of(face, grad)
+        values = self.faces.own_of(face, grad)
         if not (values.any() or values.reshape(-1)[:1].signbit().any()):
             return True
         if face in self.lost:
@@ -195,37 +141,36 @@ class PendingGrads:
             "`set_requires_gradient_sync(True)`), or drop all of them with zero_grad()."
         )
 
-    def _has_elements(self, face: int) -> bool:
-        return self._faces.own_of(face, self._covers[face].placeholder).numel() > 0
-
-    def _zeroed_uncounted(self, faces: Sequence[int]) -> set[int]:
-        """Which of ``faces``, with elements on this rank, a write has zeroed that torch did not count."""
-        if not faces:
-            return set()
-        heads = [self._faces.own_of(face, self._covers[face].placeholder).reshape(-1)[:1] for face in faces]
-        return {face for face, keeps in zip(faces, torch.cat(heads).signbit().tolist(), strict=True) if not keeps}
+    def _zeroed_uncounted(self, counted: set[int]) -> set[int]:
+        """The faces that a write has zeroed that torch did not count; all, if none with elements is left."""
+        found = [(face, self.faces.own_of(face, cover.placeholder)) for face, cover in sorted(self.covers.items())]
+        heads = {face: own.reshape(-1)[:1] for face, own in found if own.numel()}
+        left = [face for face in heads if face not in counted]
+        signs = torch.cat([heads[face] for face in left]).signbit().tolist() if left else []
+        zeroed = {face for face, is_untouched in zip(left, signs, strict=True) if not is_untouched}
+        return set(self.covers) if heads and len(zeroed) == len(left) else zeroed
 
     def _drop(self, face: int, grad: Tensor | None) -> None:
         self._drop_sums(face)
-        cover = self._covers.pop(face)
+        cover = self.covers.pop(face)
         self.lost.discard(face)
         self.changed.discard(face)
         if grad is cover.placeholder:  # zeroed in place: the zeros are the user's
-            zeros = self._faces.new(face, 0.0) if cover.earlier is None else cover.earlier.zero_()
-            self._faces.show(face, zeros)
+            zeros = self.faces.new(face, 0.0) if cover.earlier is None else cover.earlier.zero_()
+            self.faces.show(face, zeros)
 
     def _drop_sums(self, face: int) -> None:
-        for leaf in self._leaves_of(face):
+        for leaf in [leaf for leaf, own in enumerate(self._face_of) if own == face]:
             self.sums[leaf] = None
             self.in_shard_sum[leaf] = 0
         if self.shard_sum is not None:
-            self._faces.parts_of(self.shard_sum)[face].zero_()
+            self.faces.parts_of(self.shard_sum)[face].zero_()
 
     def lose(self, faces: Iterable[int]) -> None:
         """An exception has left the gradients of ``faces`` incomplete: drop all of them."""
         for face in faces:
             self._cover(face)
-            self.replace(face, None)
+            self.covers[face].earlier = None
             self._drop_sums(face)
             self.lost.add(face)
         self.changed.clear()
@@ -245,10 +190,8 @@ class PendingGrads:
                 "backward after a part of it had been added, or after gradients that wait to be reduced had been "
                 "changed or sent. Call zero_grad() and repeat the backwards of this step."
             )
-        if face in self._covers:
-            self._raise_pending(name, where)
-
-    def _raise_pending(self, name: str, where: str) -> NoReturn:
+        if face not in self.covers:
+            return
         if self.shard_sum is not None:
             why = "it waits for its sum over replicas, because of set_requires_all_reduce(False)"
             cure = "Run the last backward of a step after set_requires_all_reduce(True)"
@@ -277,10 +220,10 @@ class Landed:
 
     def __init__(self, grads: Sequence[Tensor | None]) -> None:
         self._ids = [*map(id, grads)]
-        self._versions = [*map(_version_of, grads)]
+        self._versions = [-1 if grad is None else grad._version for grad in grads]
 
     @torch.no_grad()
-    def remaining(self, faces: Faces) -> list[int]:
+    def remaining(self, faces: Any) -> list[int]:
         """The faces that still have sums of this backward: the user has neither dropped nor zeroed them since.
 
         A DTensor of zeros counts as zeroed: torch does not count all writes to it.

@@ -1,29 +1,13 @@
 """The object that replaces a parameter while only its shards exist."""
 
-import weakref
-from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from fairshard.errors import ParameterShardedError
 
-
-@dataclass(frozen=True)
-class GatheredAs:
-    """The properties of a gathered parameter, except its shape."""
-
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-
-class Source(Protocol):
-    """An object that knows the properties of a gathered parameter."""
-
-    @property
-    def gathered_as(self) -> GatheredAs | None:
-        """The properties; None if not known yet."""
+_OF_SHAPE = ("dim", "ndim", "numel", "size", "is_floating_point")
 
 
 class ShardedParameter:
@@ -33,65 +17,35 @@ class ShardedParameter:
     tensor in its place would be worse: sums of it are 0, and freed memory crashes the interpreter.
     """
 
-    __slots__ = ("__weakref__", "_known", "_source", "fqn", "shape")
+    __slots__ = ("__weakref__", "_dtype", "_leaf", "_shard", "fqn", "shape")
 
-    def __init__(self, fqn: str, shape: torch.Size, known: GatheredAs | None = None) -> None:
+    def __init__(self, fqn: str, shape: torch.Size) -> None:
         self.fqn = fqn
         self.shape = shape
-        self._known = known
-        self._source: weakref.ref[Source] | None = None  # weak: the source holds this object
 
-    def follow(self, source: Source) -> None:
-        """Take dtype, device and ``requires_grad`` from ``source`` from now on."""
-        self._source = weakref.ref(source)
+    def explain(self, shard: nn.Parameter, leaf: nn.Parameter, dtype: torch.dtype | None) -> None:
+        """From now on, report what is gathered from ``shard`` for ``leaf``, in ``dtype``; None: in its own dtype."""
+        self._shard, self._leaf, self._dtype = shard, leaf, dtype
 
     @property
     def dtype(self) -> torch.dtype:
         """The compute dtype."""
-        return self._gathered_as.dtype
+        return self._dtype or self._shard.dtype
 
     @property
     def device(self) -> torch.device:
         """The compute device."""
-        return self._gathered_as.device
+        # An offloaded shard is on the CPU, its leaf on the compute device. Otherwise `.cuda()` moves the shard first.
+        return self._leaf.device if self._shard.device.type == "cpu" else self._shard.device
 
     @property
     def requires_grad(self) -> bool:
         """Whether its shards are trained."""
-        return self._gathered_as.requires_grad
+        return self._shard.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self._refuse()
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    def dim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    def numel(self) -> int:
-        """Number of elements of the whole parameter."""
-        return self.shape.numel()
-
-    def size(self, dim: int | None = None) -> Any:
-        """Shape of the whole parameter, or its size in ``dim``."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def is_floating_point(self) -> bool:
-        """Whether the dtype is a floating one."""
-        return self.dtype.is_floating_point
-
-    @property
-    def _gathered_as(self) -> GatheredAs:
-        source = None if self._source is None else self._source()
-        known = self._known if source is None else source.gathered_as
-        if known is None:
-            self._refuse()
-        return known
 
     def __repr__(self) -> str:
         return f"<sharded parameter {self.fqn} {tuple(self.shape)}>"
@@ -99,13 +53,9 @@ class ShardedParameter:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):  # protocols probe for these; they must be absent
             raise AttributeError(name)
+        if name in _OF_SHAPE:
+            return getattr(torch.empty(self.shape, dtype=self.dtype, device="meta"), name)
         self._refuse()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
-        return ShardedParameter(self.fqn, self.shape, self._gathered_as)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ShardedParameter, (self.fqn, self.shape, self._gathered_as)
 
     @classmethod
     def __torch_function__(

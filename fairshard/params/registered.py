@@ -1,5 +1,7 @@
 """What the modules of a unit have registered: the leaves while they compute, otherwise the shards.
 
+And what users have written to it, by torch's version counters, and assigned to ``.data``, by addresses.
+
 ::
 
     modules     `_parameters`                  attribute
@@ -15,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fairshard.errors import ShardChangedError
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.slot import ParamSlot
 
@@ -22,8 +25,9 @@ from fairshard.params.slot import ParamSlot
 _Params = dict[str, nn.Parameter | None]
 _Place = tuple[_Params, dict[str, Any], str, nn.Parameter | None, nn.Parameter | None, object]
 
-# Of slots, for `map`: few calls.
-_VERSION, _LEAF, _SHOWN = attrgetter("leaf._version"), attrgetter("leaf"), attrgetter("shown")
+# For `map`, which takes less host time than a loop; the others are of slots.
+_VERSION = attrgetter("_version")
+_LEAF_VERSION, _LEAF, _SHOWN = attrgetter("leaf._version"), attrgetter("leaf"), attrgetter("shown")
 _SHOWS_OTHER = attrgetter("shows_other")
 
 
@@ -33,13 +37,16 @@ class Registered:
     *Invariant*: a tensor that other code (``functional_call``) has put in a parameter's place stays there.
     """
 
-    __slots__ = ("_are_plain", "_places", "_slots", "_versions", "are_leaves")
+    __slots__ = ("_addressed", "_are_plain", "_flat_params", "_noted", "_places", "_slots", "_versioned", "are_leaves")
 
     def __init__(self, flat_params: Sequence[FlatParam] = ()) -> None:
         self.are_leaves = False
+        self._flat_params = flat_params
+        self._versioned = [tensor for flat_param in flat_params for tensor in flat_param.shows.versioned]
+        self._addressed = [tensor for flat_param in flat_params for tensor in flat_param.shows.addressed]
         self._slots = [slot for flat_param in flat_params for slot in flat_param.slots]
         self._are_plain = all(type(slot) is ParamSlot for slot in self._slots)
-        self._versions: list[int] = []
+        self._noted: list[int] = []
         self._places: list[_Place] = [
             (module._parameters, module.__dict__, name, slot.registered, slot.leaf, slot.placeholder)
             for slot in self._slots
@@ -75,16 +82,16 @@ class Registered:
 
     def note(self) -> None:
         """Record the versions of the leaves, from which `written` starts."""
-        self._versions = list(map(_VERSION, self._slots))
+        self._noted = list(map(_LEAF_VERSION, self._slots))
 
     def written(self) -> str | None:
         """The name of a leaf that a user has written to in place, or whose ``.data`` was assigned; None if none was.
 
         Since the leaves were registered, or since `note`.
         """
-        if not self.are_leaves or (list(map(_VERSION, self._slots)) == self._versions and not self._shows_other()):
+        if not self.are_leaves or (list(map(_LEAF_VERSION, self._slots)) == self._noted and not self._shows_other()):
             return None
-        for slot, version in zip(self._slots, self._versions, strict=True):
+        for slot, version in zip(self._slots, self._noted, strict=True):
             if slot.leaf._version != version or slot.shows_other:
                 return slot.fqn
         return None
@@ -94,3 +101,27 @@ class Registered:
             return True in map(_SHOWS_OTHER, self._slots)
         shown = map(Tensor.data_ptr, map(_SHOWN, self._slots))
         return list(shown) != list(map(Tensor.data_ptr, map(_LEAF, self._slots)))
+
+    # ---- the shards
+
+    def shard_versions(self) -> list[int]:
+        """The version counters of shards and of their views, then the addresses of what users may assign to."""
+        return [*map(_VERSION, self._versioned), *map(Tensor.data_ptr, self._addressed)]
+
+    def check_unchanged(self, before: list[int]) -> None:
+        """Raise if a shard was written to since the forward, when `shard_versions` returned ``before``.
+
+        Raises:
+            ShardChangedError: names the first such shard.
+        """
+        versions = self.shard_versions()
+        if versions == before:
+            return
+        owners = [flat_param for flat_param in self._flat_params for _ in flat_param.shows.versioned]
+        owners += [flat_param for flat_param in self._flat_params for _ in flat_param.shows.addressed]
+        changed = owners[[new != old for new, old in zip(versions, before, strict=True)].index(True)]
+        raise ShardChangedError(
+            "The weights of a unit must not change between its forward and its backward, but those of "
+            f"`{changed.name}` (rank {changed.line.rank}) did. Run the backward before the optimizer's step, "
+            "load_state_dict or any other change, or run the forward again after it."
+        )

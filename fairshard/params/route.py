@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fairshard.errors import FairshardError
-from fairshard.utils.collectives import Communicator, Communicators, UserGather
+from fairshard.utils.buckets import Division
+from fairshard.utils.collectives import Communicator, UserGather
 from fairshard.utils.streams import Stream
 
 
@@ -21,10 +22,7 @@ class Route:
     ``gather`` and ``scatter`` make the user's collectives from the engine's, which they replace; with
     ``uses_group_memory`` these are the engine's, in memory from the backend. ``hook`` is called with each mean, on
     ``hook_stream``. Without ``sums_replicas``, sums over the ranks of a shard are kept, and not summed over replicas
-    yet.
-
-    Attributes:
-        keeps_sums: whether sums wait now; False without replicas.
+    yet. ``division``: the divisors of gradients; None: those that make means.
     """
 
     gather: UserGather | None = None
@@ -33,31 +31,7 @@ class Route:
     hook: Callable[[Tensor], object] | None = None
     hook_stream: Any = None
     sums_replicas: bool = True
-
-    def __post_init__(self) -> None:
-        self._comms: Communicators | None = None
-        self.keeps_sums = False
-
-    def start_from(self, comms: Communicators) -> None:
-        """Use ``comms``, which all units over the same ranks share."""
-        self._comms = comms
-
-    def reduce_in(self, reduce: Communicator) -> bool:
-        """Reduce in the group ``reduce``, which has the ranks of the shard; returns False before the first forward."""
-        if self._comms is None:
-            return False
-        self._comms = replace(self._comms, reduce=reduce)
-        return True
-
-    def follow(self) -> Communicators | None:
-        """The groups that the current settings require; None before the first forward."""
-        comms = self._comms
-        self.keeps_sums = not self.sums_replicas and comms is not None and comms.replicas is not None
-        if comms is None:
-            return None
-        if self.scatter is not None:
-            comms = replace(comms, reduce=self.scatter(comms.reduce))
-        return replace(comms, replicas=None) if self.keeps_sums else comms
+    division: Division | None = None
 
     @torch.no_grad()
     def change(self, reduced: Tensor) -> None:
@@ -76,8 +50,4 @@ class Route:
                 "A model with custom communication or an all-reduce hook must not be pickled, because the unpickled "
                 "copy would lose it. Save its state_dict(), or use deepcopy, which keeps it."
             )
-        return {"sums_replicas": self.sums_replicas}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.__post_init__()
+        return {"sums_replicas": self.sums_replicas, "division": self.division}

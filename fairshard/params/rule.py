@@ -7,8 +7,6 @@ from enum import Enum
 
 import torch
 
-from fairshard.utils.buckets import Division
-
 
 class GradHome(Enum):
     """Where the reduced gradient of a shard is kept."""
@@ -62,11 +60,3 @@ class Rule:
     def reduce_dtype_of(self, compute_dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients are reduced, for parameters that compute in ``compute_dtype``."""
         return self.reduce_dtype or compute_dtype
-
-    def grad_dtype_of(self, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the gradient of a shard of ``param_dtype``, reduced in ``reduce_dtype``."""
-        return reduce_dtype if self.keeps_reduce_dtype else param_dtype
-
-    def division_among(self, num_ranks: int) -> Division:
-        """The divisors that make gradients means over ``num_ranks``."""
-        return Division(self.divide_before, num_ranks / self.divide_before)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,8 +52,9 @@ class GradTransfers:
             self.stream.wait(made)
             target.copy_(source, non_blocking=True)
             landed = self.stream.record()
-        while self._reads and (self._reads[0][1].has_passed() or self._num_kept_bytes() > MAX_KEPT_NBYTES):
-            self._reads.popleft()[1].wait()
+        reads = self._reads
+        while reads and (reads[0][1].has_passed() or sum(kept.nbytes for kept, _ in reads) > MAX_KEPT_NBYTES):
+            reads.popleft()[1].wait()
         self._reads.append((source, landed))
         return landed
 
@@ -68,9 +68,6 @@ class GradTransfers:
         while counts and self._reads and self._reads[0][1].has_passed():  # never on the optimizer's thread
             self._reads.popleft()
 
-    def _num_kept_bytes(self) -> int:
-        return sum(source.nbytes for source, _ in self._reads)
-
 
 def unexpected_error(fqn: str) -> BackwardOrderError:
     """Error for a gradient of parameter ``fqn`` to which no rank had a path when the backward began."""
@@ -80,15 +77,6 @@ def unexpected_error(fqn: str) -> BackwardOrderError:
         "of its own recomputes. Freeze and train outside of hooks and of checkpointed functions, and recompute with "
         "torch.utils.checkpoint."
     )
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A copy to ``host`` not waited for yet; it is complete when ``landed`` has passed."""
-
-    host: Tensor
-    landed: Event
-    reached: bytes | None
 
 
 class ShardGrad:
@@ -112,11 +100,12 @@ class ShardGrad:
     ) -> None:
         self._shard = shard
         self.dtype = dtype
-        self._home = home
+        self.home = home
         self.transfers = transfers
         self._held = held
         self._buffers: deque[Tensor] = deque(maxlen=2)  # the second is used while gradients accumulate
-        self.flights: deque[_Flight] = deque()  # copies that `land` has not waited for yet
+        # Copies that `land` has not waited for yet, the event after each, and the parameters that it has gradients of.
+        self.flights: deque[tuple[Tensor, Event, bytes | None]] = deque()
         self._is_new = False  # there was no gradient before the last one was added
 
     # ---- what users see
@@ -124,7 +113,7 @@ class ShardGrad:
     @property
     def _own(self) -> Tensor | None:
         """What is kept for the shard itself."""
-        return self._held if self._home is GradHome.HELD else self._shard.grad
+        return self._held if self.home is GradHome.HELD else self._shard.grad
 
     @property
     def shown(self) -> Sequence[Tensor | None]:
@@ -140,7 +129,7 @@ class ShardGrad:
         return self._filled(self._shard.shape, value, shares_memory)
 
     def _filled(self, shape: Sequence[int], value: float, shares_memory: bool) -> Tensor:
-        device = self.transfers.device if self.is_held else self._shard.device
+        device = self.transfers.device if self.home is GradHome.HELD else self._shard.device
         filled = torch.full((1,) if shares_memory else shape, value, dtype=self.dtype, device=device)
         return filled.expand(shape) if shares_memory else filled
 
@@ -166,24 +155,16 @@ class ShardGrad:
 
     def _show_behind(self, face: int, grad: Tensor) -> None:
         """Make ``grad`` the reduced gradient of a face, behind its placeholder if it has one."""
-        if self.pending is not None and self.pending.covers(face):
-            self.pending.replace(face, grad)
-        else:
+        cover = None if self.pending is None else self.pending.covers.get(face)
+        if cover is None:
             self.show(face, grad)
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether gradients move to host memory."""
-        return self._home is GradHome.HOST
-
-    @property
-    def is_held(self) -> bool:
-        """Whether gradients are held here, on the compute device, and not on the shard."""
-        return self._home is GradHome.HELD
+        else:
+            cover.earlier = grad
 
     def tensors(self) -> list[Tensor]:
         """Memory that this object keeps between steps."""
-        return list(self._buffers) if self.is_on_host else [grad for grad in (self.value,) if grad is not None]
+        kept = self._buffers if self.home is GradHome.HOST else (self.value,)
+        return [grad for grad in kept if grad is not None]
 
     def add(self, reduced: Tensor, reached: bytes | None = None) -> None:
         """Set or add ``reduced``, made on the current stream; if gradients move to the host, `land` completes the move.
@@ -192,15 +173,15 @@ class ShardGrad:
         """
         if reduced.dtype != self.dtype:
             reduced = reduced.to(self.dtype)
-        if self._home is not GradHome.HOST:
+        if self.home is not GradHome.HOST:
             self._receive(reduced, reached)
             return
         host = self._take_buffer()
-        self.flights.append(_Flight(host, self.transfers.copy(reduced, host), reached))
+        self.flights.append((host, self.transfers.copy(reduced, host), reached))
 
     def note_sent(self) -> None:
         """A sum is sent: if the backward raises before it arrives, it counts as added. Copies to the host do not."""
-        shown = () if self._home is GradHome.HOST else self.shown
+        shown = () if self.home is GradHome.HOST else self.shown
         if any(grad is not None for grad in shown):
             self.landed = Landed(shown)
 
@@ -212,14 +193,14 @@ class ShardGrad:
     def land(self, counts: bool = True) -> None:
         """Wait for all copies and make their gradients visible; ``counts`` as in `GradTransfers.wait`."""
         while self.flights:
-            flight = self.flights.popleft()
-            self.transfers.wait(flight.landed, counts)
-            self._receive(flight.host, flight.reached)
+            host, landed, reached = self.flights.popleft()
+            self.transfers.wait(landed, counts)
+            self._receive(host, reached)
 
     def discard_flights(self) -> None:
         """Wait for all copies and drop their gradients, because their backward was interrupted."""
         while self.flights:
-            self.transfers.wait(self.flights.popleft().landed)
+            self.transfers.wait(self.flights.popleft()[1])
 
     def value_or_zeros(self) -> Tensor:
         """The reduced gradient ``[S]``; creates zeros if missing."""
@@ -261,7 +242,7 @@ class ShardGrad:
         """Manage the faces of ``pending`` from now on, which another object for the same shard has managed."""
         self.pending = pending
         if pending is not None:
-            pending.move_to(self)
+            pending.faces = self
 
     def drop_zeroed(self, names: Sequence[str]) -> None:
         """Adopt what the user has done to placeholders; see `PendingGrads.drop_zeroed`."""
@@ -280,13 +261,13 @@ class ShardGrad:
         self.landed = None
 
     def _drop_if_empty(self) -> None:
-        if not self.pending:
+        if self.pending is not None and not self.pending.covers:
             self.pending = None
 
     # ---- private
 
     def _set(self, grad: Tensor | None) -> None:
-        if self._home is GradHome.HELD:
+        if self.home is GradHome.HELD:
             self._held = grad
         elif self.dtype == self._shard.dtype:
             self._shard.grad = grad

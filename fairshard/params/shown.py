@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from fairshard.params.line import FlatLine
 from fairshard.params.rule import GradHome
 from fairshard.params.shard_grad import GradTransfers, ShardGrad
 from fairshard.params.slot import ParamSlot
-from fairshard.utils.span import Span
 from fairshard.utils.storage import set_data
 
 
@@ -99,25 +98,11 @@ class ShownShard:
     def link(self) -> None:
         """Make the registered parameters views of the shard's current memory."""
 
-    def memory(self) -> list[Tensor]:
-        """The tensors that hold the values."""
-        return [self.shard.detach()]
-
-    def own_spans(self) -> list[Span]:
-        """The span of each registered parameter on the shard, in order."""
-        return [Span(0, self.line.shard_numel)]
-
     # ---- moving
 
     def move_to(self, device: torch.device) -> None:
         """Move the shard to ``device``."""
         set_data(self.shard, self.shard.data.to(device))
-        self.link()
-
-    def keep_on_device(self) -> None:
-        """Keep the shard on the compute device, even if the unit's options place it in host memory."""
-        self.on_cpu = False
-        set_data(self.shard, self.shard.data.to(self.slots[0].leaf.device))
         self.link()
 
     # ---- registering
@@ -126,14 +111,6 @@ class ShownShard:
         """Register the shard as parameter ``key`` of ``module``."""
         self.holder, self.key = module, key
         module.register_parameter(key, self.shard)
-
-    def unregister(self) -> Callable[[], None]:
-        """Undo `register_on`, if it was called; the returned function registers again."""
-        holder, key = self.holder, self.key
-        if holder is None:
-            return lambda: None
-        holder._parameters[key] = None  # keeps its position in the module
-        return lambda: holder._parameters.update({key: self.shard})
 
     # ---- copies
 

@@ -2,7 +2,6 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fairshard.errors import FairshardError, ParameterShardedError
-from fairshard.params.placeholder import GatheredAs, ShardedParameter
+from fairshard.errors import ParameterShardedError
+from fairshard.params.placeholder import ShardedParameter
 from fairshard.utils.dynamo import not_traced
 from fairshard.utils.storage import set_data
 
@@ -46,41 +45,9 @@ class _Guard:
         )
 
 
-def _guard_of(module: nn.Module) -> _Guard | None:
+def guard_of(module: nn.Module) -> _Guard | None:
+    """The guard of ``module``, if shards are registered on it in place of parameters."""
     return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Guard)), None)
-
-
-def sharded_param_of(module: nn.Module) -> str | None:
-    """The fqn of a parameter of ``module`` itself that a unit has sharded; otherwise None."""
-    for shown in module.__dict__.values():
-        if isinstance(shown, ShardedParameter):
-            return shown.fqn
-        slot = slot_of(shown) if isinstance(shown, nn.Parameter) else None
-        if slot is not None:
-            return slot.fqn
-    guard = _guard_of(module)
-    return None if guard is None else next(iter(guard.slots.values())).fqn
-
-
-def plain_and_others(
-    slots: Sequence["ParamSlot"], views: Sequence[Tensor]
-) -> tuple[list[tuple[nn.Parameter, Tensor, Tensor]], list[tuple["ParamSlot", Tensor]]]:
-    """The ``slots`` whose `show` and `clear` only set the leaf's data, as (leaf, view, empty); then all others.
-
-    To set them all in one loop costs far less host time than one call for each. Holds until a leaf is replaced, which
-    happens before the first forward only.
-    """
-    pairs = list(zip(slots, views, strict=True))
-    plain = [(slot.leaf, view, slot.empty) for slot, view in pairs if type(slot) is ParamSlot]
-    return plain, [(slot, view) for slot, view in pairs if type(slot) is not ParamSlot]
-
-
-def _add_to_guard(slot: "ParamSlot", module: nn.Module, name: str) -> None:
-    guard = _guard_of(module)
-    if guard is None:
-        guard = _Guard()
-        module.register_forward_pre_hook(guard)
-    guard.slots[name] = slot
 
 
 _slots: WeakIdKeyDictionary = WeakIdKeyDictionary()  # leaf -> its slot, as long as the slot lives
@@ -110,27 +77,15 @@ class ParamSlot:
         self.fqn = fqn
         self.shape = leaf.shape
         self.numel = leaf.numel()
-        self.owners: list[tuple[nn.Module, str]] = []
-        self._placeholder: ShardedParameter | None = ShardedParameter(fqn, leaf.shape)
+        self.owners: list[tuple[nn.Module, str]] = []  # several for tied weights: modules, and the name in each
+        self.placeholder: ShardedParameter | None = ShardedParameter(fqn, leaf.shape)
         self.registered: nn.Parameter | None = None
         self.shown: Tensor | None = None  # what the leaf showed last, and ...
         self._empty: Tensor | None = None  # ... what it shows while sharded, of the same dtype and device
-        self._cut: tuple[nn.Parameter, torch.dtype | None] | None = None
-
-    def add_owner(self, module: nn.Module, name: str) -> None:
-        """Record that ``module`` refers to the parameter as ``name``; tied weights have several owners."""
-        self.owners.append((module, name))
 
     def holds(self, param: Any) -> bool:
         """Whether ``param`` is what a module has in the parameter's place, whole or sharded, or the parameter."""
-        return any(param is own for own in (self.leaf, self.registered, self._placeholder) if own is not None)
-
-    def share_with(self, module: nn.Module, name: str) -> None:
-        """Make ``module``, of another unit, refer to the parameter as ``name``, as the owners do."""
-        self.add_owner(module, name)
-        module._parameters[name] = self.registered
-        if self._placeholder is not None:
-            module.__dict__[name] = self._placeholder
+        return any(param is own for own in (self.leaf, self.registered, self.placeholder) if own is not None)
 
     @property
     def values(self) -> Tensor:
@@ -138,67 +93,42 @@ class ParamSlot:
         return self.leaf
 
     @property
-    def whole_shape(self) -> torch.Size:
-        """The shape of the parameter, of which `shape` may be a part."""
-        return self.shape
-
-    @property
     def is_gathered(self) -> bool:
         """Whether the leaf shows whole values."""
         return self.leaf.shape == self.shape
 
     def local_grad(self, grad: Tensor) -> Tensor:
-        """This rank's part of ``grad``, the gradient of the leaf: all of it."""
-        return grad
+        """This rank's part of ``grad``, the gradient of the leaf: all of it, dense."""
+        return grad.to_dense() if grad.is_sparse else grad
 
     @property
     def keeps_dtype(self) -> bool:
         """Whether the parameter is not cast for compute: BatchNorm takes low-precision inputs, but fp32 weights."""
         return any(isinstance(module, _BatchNorm) for module, _ in self.owners)
 
-    def rename(self, fqn: str) -> None:
-        """Use ``fqn``, the name in the whole model, in messages."""
-        self.fqn = fqn
-        if self._placeholder is not None:
-            self._placeholder.fqn = fqn
-
     def register(self, shard: nn.Parameter | None) -> None:
         """Replace the parameter in its modules with ``shard``, or with a placeholder that raises."""
-        self._register(shard)
+        self.registered = shard
+        for module, name in self.owners:
+            module._parameters[name] = shard  # None keeps the name's place in the module's order
         _slots[self.leaf] = weakref.ref(self)
         if shard is not None:
-            self._placeholder = None
+            self.placeholder = None
             for module, name in self.owners:
-                _add_to_guard(self, module, name)
+                guard = guard_of(module)
+                if guard is None:
+                    guard = _Guard()
+                    module.register_forward_pre_hook(guard)
+                guard.slots[name] = self
         self.leaf.grad = None
         self.detach()
-
-    def explain(self, shard: nn.Parameter, compute_dtype: torch.dtype | None) -> None:
-        """Make the placeholder report what is gathered from ``shard``, in ``compute_dtype``; None: in its own dtype."""
-        self._cut = shard, None if self.keeps_dtype else compute_dtype
-        if self._placeholder is not None:
-            self._placeholder.follow(self)
-
-    @property
-    def gathered_as(self) -> GatheredAs | None:
-        """The properties of the gathered parameter; None before `explain`."""
-        if self._cut is None:
-            return None
-        shard, dtype = self._cut
-        # An offloaded shard is on the CPU, its leaf on the compute device. Otherwise `.cuda()` moves the shard first.
-        device = self.leaf.device if shard.device.type == "cpu" else shard.device
-        return GatheredAs(dtype or shard.dtype, device, shard.requires_grad)
 
     def renew_leaf(self, device: torch.device) -> None:
         """Replace the leaf with a new one on ``device``: a leaf on the meta device can never show memory."""
         old = self.leaf
-        self._replace_leaf(nn.Parameter(torch.empty(0, dtype=old.dtype, device=device), old.requires_grad))
-
-    def _replace_leaf(self, leaf: nn.Parameter) -> None:
-        leaf.__dict__.update(self.leaf.__dict__)
-        self.leaf = leaf
-        self.shown = self._empty = None
-        _slots[self.leaf] = weakref.ref(self)
+        leaf = nn.Parameter(torch.empty(0, dtype=old.dtype, device=device), old.requires_grad)
+        leaf.__dict__.update(old.__dict__)
+        self.compute_with(leaf)
 
     def move_to(self, device: torch.device) -> None:
         """Compute on ``device`` from now on; the leaf is empty, and nothing is copied."""
@@ -214,19 +144,9 @@ class ParamSlot:
             self.shown, self._empty = view, None
 
     @property
-    def placeholder(self) -> object:
-        """The attribute that modules have while the parameter is sharded; None: no attribute."""
-        return self._placeholder
-
-    @property
     def shows_other(self) -> bool:
         """Whether the user has assigned to the leaf's ``.data`` since `show`."""
         return self.shown is not None and self.shown.data_ptr() != self.leaf.data_ptr()
-
-    @property
-    def original(self) -> nn.Parameter:
-        """The parameter as it was before sharding."""
-        return self.leaf
 
     def compute_with(self, leaf: nn.Parameter) -> None:
         """Use ``leaf`` as the leaf from now on."""
@@ -248,38 +168,13 @@ class ParamSlot:
     def detach(self) -> None:
         """Empty the leaf; its modules show the placeholder, if nothing is registered in the parameter's place."""
         self.clear()
-        placeholder = self._placeholder
+        placeholder = self.placeholder
         for module, name in self.owners:
             params, shown = module._parameters, module.__dict__
             if placeholder is not None and name in params and params[name] is self.registered:
                 shown[name] = placeholder
             elif placeholder is not None and shown.get(name) is placeholder:
                 del shown[name]  # it would hide what the user has put in the parameter's place
-
-    def expose(self, full: nn.Parameter | None) -> Callable[[], None]:
-        """Register ``full``, the whole parameter or None, under its names; the returned function undoes this."""
-        owners = [(module, name) for module, name in self.owners if name in module._parameters]  # others: deleted
-        for module, name in owners:
-            module.__dict__.pop(name, None)
-            module._parameters[name] = full
-
-        def conceal() -> None:
-            replaced = any(module._parameters.get(name) is not full for module, name in owners)
-            for module, name in owners:
-                module._parameters[name] = self.registered
-            self.detach()
-            if replaced:
-                raise FairshardError(
-                    f"Parameter `{self.fqn}` was replaced while its full value was shown; only its elements may "
-                    "be changed there, in place (`with torch.no_grad(): param.copy_(...)`)."
-                )
-
-        return conceal
-
-    def _register(self, param: nn.Parameter | None) -> None:
-        self.registered = param
-        for module, name in self.owners:
-            module._parameters[name] = param  # None keeps the name's place in the module's order
 
     def __getstate__(self) -> dict[str, Any]:
         state = copy.copy(self.__dict__)
@@ -289,5 +184,3 @@ class ParamSlot:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         _slots[self.leaf] = weakref.ref(self)
-        if self._placeholder is not None:
-            self._placeholder.follow(self)

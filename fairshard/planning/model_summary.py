@@ -122,7 +122,7 @@ def _summary_of(row: UnitRow, unit: Unit, module: str) -> UnitSummary:
         row,
         module,
         over,
-        _joined(_placement(flat_param.layout) for flat_param in params),
+        _joined(_placement(flat_param.line.layout) for flat_param in params),
         _joined(_name(flat_param.shard.dtype) for flat_param in params),
         _joined(map(_name, computed)),
         _joined(_name(config.rule.reduce_dtype_of(dtype)) for dtype in computed),
@@ -136,7 +136,7 @@ def _placement(layout: FlatLayout) -> str:
 
 
 def _state(flat_param: FlatParam, unit: Unit) -> str:
-    if not flat_param.on_cpu:
+    if not flat_param.shows.on_cpu:
         return str(flat_param.shard.device)
     held = unit.config.rule.grad_home is GradHome.HELD
     return f"host, gradients on {unit.origin.device}" if held else "host"

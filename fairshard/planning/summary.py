@@ -9,10 +9,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fairshard.engine.tree import units_below
+from fairshard.params.rule import GradHome
 from fairshard.utils.layout import FlatLayout
 from fairshard.utils.owned_layout import OwnedLayout
 from fairshard.utils.size_text import size_text
+from fairshard.utils.subclasses import inner_tensors
 from fairshard.utils.table import table
+from fairshard.views.shown_extended import ShownExtended
 
 __all__ = [
     "FlatSizes",
@@ -83,16 +86,21 @@ class StateBytes:
 
 def state_bytes(model: nn.Module, optimizer: Optimizer) -> StateBytes:
     """Bytes of the current state of ``model`` and ``optimizer``, by kind of memory; no communication."""
-    device, host = [], []
+    device: list[Tensor] = []
+    host: list[Tensor] = []
     for _, unit in units_below(model):
         for flat_param in unit.flat_params:
-            here, there = flat_param.state_tensors()
-            device += here
-            host += there
+            shows, grad, pending = flat_param.shows, flat_param.grad, flat_param.pending
+            values = inner_tensors(shows.local) if isinstance(shows, ShownExtended) else [shows.shard.detach()]
+            (host if shows.on_cpu else device).extend(values)
+            device += [] if flat_param.device_shard is None else [flat_param.device_shard]
+            device += [] if pending is None or pending.shard_sum is None else [pending.shard_sum]
+            if grad is not None:
+                (host if grad.home is GradHome.HOST else device).extend(grad.tensors())
             states = [optimizer.state.get(stepped.shard, {}) for stepped in flat_param.stepped]
             moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
             own = [value.to_local() if isinstance(value, DTensor) else value for value in moments]
-            (host if flat_param.on_cpu else device).extend(own)
+            (host if shows.on_cpu else device).extend(own)
     pinned = sum(tensor.nbytes for tensor in host if tensor.is_pinned())
     return StateBytes(sum(tensor.nbytes for tensor in device), pinned, sum(tensor.nbytes for tensor in host) - pinned)
 
@@ -120,7 +128,13 @@ def unit_table(model: nn.Module) -> list[UnitRow]:
         unit_row(
             fqn,
             [
-                FlatSizes(fp.layout, fp.shard.dtype, fp.compute_dtype_under(unit.rule), fp.shard.requires_grad, fp.rank)
+                FlatSizes(
+                    fp.line.layout,
+                    fp.shard.dtype,
+                    fp.compute_dtype_under(unit.rule),
+                    fp.shard.requires_grad,
+                    fp.line.rank,
+                )
                 for fp in unit.flat_params
             ],
         )

@@ -101,7 +101,7 @@ def _check_not_taken(module: nn.Module, ignored: set[int]) -> None:
     for fqn, unit in units_below(module):
         for flat_param in unit.flat_params:
             for slot in flat_param.slots:
-                seen = [slot.leaf, *flat_param.registered, *(owner for owner, _ in slot.owners)]
+                seen = [slot.leaf, *flat_param.shows.registered, *(owner for owner, _ in slot.owners)]
                 if any(id(item) in ignored for item in seen):
                     name = join(fqn, slot.fqn.removeprefix(f"{unit.fqn}.") if unit.fqn else slot.fqn)
                     raise ValueError(

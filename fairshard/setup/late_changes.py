@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +22,32 @@ def adopt_changes(unit: Unit) -> None:
     flat_params: list[FlatParam] = []
     for flat_param in unit.flat_params:
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for index, param in enumerate(flat_param.registered):
+        for index, param in enumerate(flat_param.shows.registered):
             kinds.setdefault((param.dtype, param.device), []).append(index)
         if len(kinds) > 1 and isinstance(flat_param.shows, ShownDTensors):
-            if any(param.is_meta for param in flat_param.registered):
+            if any(param.is_meta for param in flat_param.shows.registered):
                 flat_params.append(flat_param)  # some parameters have no memory yet
             else:
-                flat_params += [flat_param.split(indexes) for indexes in kinds.values()]
+                flat_params += [_part(flat_param, indexes) for indexes in kinds.values()]
         else:
             flat_param.adopt_assigned()
             flat_params.append(flat_param)
     unit.flat_params = flat_params
+
+
+def _part(flat_param: FlatParam, indexes: Sequence[int]) -> FlatParam:
+    """The parameters ``indexes`` of ``flat_param``, now of one dtype and device, as a separate flat param.
+
+    The registered parameters and the objects in `stepped` stay the same. Split off all other parameters too.
+    """
+    shows: Any = flat_param.shows
+    part = FlatParam(shows.split(indexes), flat_param.slots[indexes[0]].fqn, replace(flat_param.route))
+    part.trained = bytes(flat_param.trained[index] for index in indexes)
+    for index, stepped in enumerate(part.stepped):
+        stepped.move_to(part, index)
+    part.adopt_assigned()
+    part.shows.link()
+    return part
 
 
 def adopt_all_changes(module: nn.Module, units: Sequence[Unit]) -> None:
@@ -109,7 +126,7 @@ def _check_memory(units: Sequence[Unit]) -> None:
         for unit in units
         for flat_param in unit.flat_params
         if isinstance(flat_param.shows, ShownDTensors)
-        for slot, param in zip(flat_param.slots, flat_param.registered, strict=True)
+        for slot, param in zip(flat_param.slots, flat_param.shows.registered, strict=True)
         if param.is_meta
     ]
     if left:

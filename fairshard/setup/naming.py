@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from fairshard.engine.unit import Unit
 from fairshard.utils.names import join
 
@@ -12,7 +10,11 @@ def place(unit: Unit, fqn: str) -> None:
     """Give ``unit`` the name ``fqn`` that it has in the whole model, and rename its parameters to match."""
     if fqn != unit.fqn:
         for flat_param in unit.flat_params:
-            flat_param.rename(partial(renamed, before=unit.fqn, after=fqn))
+            flat_param.name = renamed(flat_param.name, unit.fqn, fqn)
+            for slot in flat_param.slots:
+                slot.fqn = renamed(slot.fqn, unit.fqn, fqn)
+                if slot.placeholder is not None:
+                    slot.placeholder.fqn = slot.fqn
     unit.fqn = fqn
 
 

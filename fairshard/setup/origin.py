@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from fairshard.params.flat_param import FlatParam
-from fairshard.params.versions import counters_of
 from fairshard.utils.nested import apply_to_tensors
 
 
@@ -32,6 +31,11 @@ class Ignored:
 
 
 NOTHING = Ignored()
+
+
+def _counters_of(flat_params: Sequence[FlatParam]) -> list[int]:
+    """The version counters of shards and of the parameters that are views of them."""
+    return [tensor._version for flat_param in flat_params for tensor in flat_param.shows.versioned]
 
 
 @dataclass
@@ -57,11 +61,11 @@ class Origin:
 
     def note_cut(self, flat_params: Sequence[FlatParam]) -> None:
         """The shards of ``flat_params`` have just been cut."""
-        self._versions = counters_of(flat_params)
+        self._versions = _counters_of(flat_params)
 
     def has_changed(self, flat_params: Sequence[FlatParam]) -> bool:
         """Whether a shard was written to after `note_cut`."""
-        return self._versions != counters_of(flat_params)
+        return self._versions != _counters_of(flat_params)
 
     @property
     def trains_ignored(self) -> bool:

@@ -94,7 +94,7 @@ def _nbytes_to_pin(units: list[Unit]) -> int:
     nbytes = largest_held = 0
     for unit in units:
         for flat_param in unit.flat_params:
-            if flat_param.on_cpu:
+            if flat_param.shows.on_cpu:
                 nbytes += flat_param.shard.nbytes
                 if flat_param.requires_grad and unit.config.rule.grad_home is GradHome.HOST:
                     nbytes += 2 * flat_param.shard.nbytes

@@ -15,8 +15,9 @@ from fairshard.params.dtensor_slot import DTensorSlot, new_slot
 from fairshard.params.extended_slot import ExtendedSlot
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.line import FlatLine
+from fairshard.params.placeholder import ShardedParameter
 from fairshard.params.shown import ShownShard
-from fairshard.params.slot import ParamSlot, sharded_param_of, slot_of
+from fairshard.params.slot import ParamSlot, guard_of, slot_of
 from fairshard.settings.config import UnitConfig, check_param_dtype
 from fairshard.settings.data_mesh import DataMesh
 from fairshard.settings.placements import Owned, RowBlocks
@@ -85,10 +86,11 @@ def shard_parameters(
                 slot.register(None if config.flatten_parameters else flat_param.shard)
         for slot in group:
             slot.move_to(origin.device)
-            if config.flatten_parameters and not config.use_orig_params:
-                slot.explain(flat_param.shard, config.compute_dtype)
-        if not flat_param.on_cpu:
-            flat_param.move_to(origin.device)
+            if slot.placeholder is not None:
+                dtype = None if slot.keeps_dtype else config.compute_dtype
+                slot.placeholder.explain(flat_param.shard, slot.leaf, dtype)
+        if not flat_param.shows.on_cpu:
+            flat_param.shows.move_to(origin.device)
         flat_params.append(flat_param)
     origin.note_cut(flat_params)
     return flat_params
@@ -245,7 +247,7 @@ def collect_slots(
                     raise ValueError(refusal(full_name, other))
                 shared.note(other, part, name, full_name)
                 continue
-            slots.setdefault(id(param), new_slot(param, full_name)).add_owner(part, name)
+            slots.setdefault(id(param), new_slot(param, full_name)).owners.append((part, name))
     found = list(slots.values())
     check_memory(found)
     return found
@@ -268,12 +270,12 @@ def check_not_sharded(module: nn.Module, ignored: Ignored, data: DataMesh | None
                 "throughout."
             )
         slots = [slot for flat_param in unit.flat_params for slot in flat_param.slots]
-        skipped |= {id(own) for flat_param in unit.flat_params for own in flat_param.registered}
+        skipped |= {id(own) for flat_param in unit.flat_params for own in flat_param.shows.registered}
         inner |= {id(owner) for slot in slots for owner, _ in slot.owners}
     for fqn, part in walk(module):
         if id(part) not in skipped:
             _check_module(fqn, part)
-            taken = None if id(part) in inner else sharded_param_of(part)
+            taken = None if id(part) in inner else _sharded_param_of(part)
             if taken is not None:
                 raise ValueError(_outer_first(taken))
         for name, param in part._parameters.items():
@@ -285,6 +287,18 @@ def check_not_sharded(module: nn.Module, ignored: Ignored, data: DataMesh | None
             if param is not None and id(param) not in skipped:
                 _check_subclass(param, join(fqn, name), data is not None)
                 _check_dtensor(param, join(fqn, name), data)
+
+
+def _sharded_param_of(module: nn.Module) -> str | None:
+    """The fqn of a parameter of ``module`` itself that a unit has sharded; otherwise None."""
+    for shown in module.__dict__.values():
+        if isinstance(shown, ShardedParameter):
+            return shown.fqn
+        slot = slot_of(shown) if isinstance(shown, nn.Parameter) else None
+        if slot is not None:
+            return slot.fqn
+    guard = guard_of(module)
+    return None if guard is None else next(iter(guard.slots.values())).fqn
 
 
 def _outer_first(fqn: str) -> str:

@@ -40,6 +40,13 @@ class _Use:
         param = self.module._parameters.get(self.name)
         return param is not None and slot_of(param) is self.slot
 
+    def share(self) -> None:
+        """Make the module refer to the parameter as its owners do."""
+        self.slot.owners.append((self.module, self.name))
+        self.module._parameters[self.name] = self.slot.registered
+        if self.slot.placeholder is not None:
+            self.module.__dict__[self.name] = self.slot.placeholder
+
 
 @dataclass
 class SharedParams:
@@ -69,7 +76,7 @@ class SharedParams:
                 "(`b.weight = a.weight`), wrap both, then pass the parameter of either."
             )
         for use in uses:
-            use.slot.share_with(use.module, use.name)
+            use.share()
         self._appended.append(uses[0].slot)
 
     def check_all_appended(self, unit_fqn: str) -> None:

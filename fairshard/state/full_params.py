@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,8 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.flat_param import FlatParam
+from fairshard.params.shown import ShownShard
+from fairshard.params.slot import ParamSlot
 from fairshard.utils.messages import broadcast, receive_on_first, scatter_rows, send_to_first
 from fairshard.utils.ragged_tensor import RaggedTensor
 from fairshard.utils.span_tensor import SpanTensor
@@ -115,7 +117,7 @@ def spans_of(flat_param: Stepped, values: Tensor | None = None) -> list[SpanTens
     values = flat_param.shard.detach() if values is None else values
     if isinstance(values, DTensor):
         return [values]
-    runs = flat_param.runs_of(values)
+    runs = flat_param.line.runs_of(values)
     return [SpanTensor(run, start, slot.shape) for slot, (start, run) in zip(flat_param.slots, runs, strict=True)]
 
 
@@ -128,11 +130,11 @@ def gather_params(flat_param: Stepped, values: Tensor, first_only: bool, offload
     if isinstance(values, DTensor):
         on_device: Any = values.to(flat_param.compute_device)
         whole = on_device.full_tensor()
-        return [] if first_only and flat_param.rank else [whole.to(device, copy=True)]
+        return [] if first_only and flat_param.line.rank else [whole.to(device, copy=True)]
     values = values.reshape(-1)
     if not first_only:
-        return [part.to(device, copy=True) for part in flat_param.params_of(flat_param.gather_line(values))]
-    comm, layout = flat_param.comm, flat_param.layout
+        return [part.to(device, copy=True) for part in flat_param.line.params_of(gather_line(flat_param, values))]
+    comm, layout = flat_param.comm, flat_param.line.layout
     values = values.to(flat_param.compute_device).contiguous()
     runs = [values[piece.target.start : piece.target.stop] for piece in layout.pieces_of(comm.rank)]
     if comm.rank != 0:
@@ -147,7 +149,29 @@ def gather_params(flat_param: Stepped, values: Tensor, first_only: bool, offload
         ],
         comm.group,
     )
-    return [flat_param.shaped(index, line).to(device) for index, line in enumerate(lines)]
+    return [flat_param.line.shaped(index, line).to(device) for index, line in enumerate(lines)]
+
+
+@torch.no_grad()
+def gather_line(flat_param: Stepped, values: Tensor) -> Tensor:
+    """``values``, shaped like the shard, of every rank as a line on the compute device. **Collective.**"""
+    if isinstance(flat_param, OrigParam):
+        return flat_param.gather_line(values)
+    line = flat_param.line.empty(values.dtype, flat_param.compute_device)
+    flat_param.line.row_of(line).copy_(values)
+    return flat_param.gather_rows(line, flat_param.line.gather_of(line, flat_param.comm))
+
+
+def lay_out(flat_param: Stepped, values: list[Tensor]) -> Tensor:
+    """The whole parameters ``values`` as rows ``[W, S]`` in new memory, padded with zeros to the longest row."""
+    if isinstance(flat_param, OrigParam):
+        return flat_param.line.lay_out(values)
+    line, layout = flat_param.line, flat_param.line.layout
+    rows = values[0].new_zeros(layout.world_size, layout.shard_numel)
+    for index, (blocks, value) in enumerate(zip(layout.blocks, values, strict=True)):
+        for block in blocks:
+            block.of(rows).copy_(block.like(line.flattened(index, value)))
+    return rows
 
 
 def scatter_params(flat_param: Stepped, values: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -163,13 +187,13 @@ def scatter_params(flat_param: Stepped, values: list[Tensor], dtype: torch.dtype
         device, like = flat_param.compute_device, flat_param.shard
         whole = values[0].to(device) if values else torch.empty(like.shape, dtype=dtype, device=device)
         return distribute_tensor(whole, like.device_mesh, like.placements)
-    row = torch.empty(flat_param.layout.shard_numel, dtype=dtype, device=flat_param.compute_device)
-    if isinstance(flat_param, OrigParam) and flat_param.layout.owner is not None:
+    row = torch.empty(flat_param.line.layout.shard_numel, dtype=dtype, device=flat_param.compute_device)
+    if isinstance(flat_param, OrigParam) and flat_param.line.owner is not None:
         if values:
             row.copy_(values[0].reshape(-1))
         broadcast(row, 0, flat_param.comm.group)  # rows of all ranks would be as many times its size
     else:
-        line = flat_param.lay_out(values).to(flat_param.compute_device) if values else None
+        line = lay_out(flat_param, values).to(flat_param.compute_device) if values else None
         scatter_rows(row, line, flat_param.comm.group)
     own = row[: flat_param.shard_numel]
     if is_ragged:
@@ -198,10 +222,40 @@ def _summoned(unit: Unit) -> Iterator[None]:
 @contextmanager
 def _registered(flat_param: FlatParam, params: Sequence[nn.Parameter]) -> Iterator[None]:
     with ExitStack() as stack:  # undoes everything, even if undoing one parameter raises
-        stack.callback(flat_param.unregister())
+        stack.callback(_unregister(flat_param.shows))
         for slot, param in zip(flat_param.slots, params, strict=True):
-            stack.callback(slot.expose(param))
+            stack.callback(_expose(slot, param))
         yield
+
+
+def _unregister(shows: ShownShard) -> Callable[[], None]:
+    """Undo `ShownShard.register_on`, if it was called; the returned function registers again."""
+    holder, key = shows.holder, shows.key
+    if holder is None:
+        return lambda: None
+    holder._parameters[key] = None  # keeps its position in the module
+    return lambda: holder._parameters.update({key: shows.shard})
+
+
+def _expose(slot: ParamSlot, full: nn.Parameter) -> Callable[[], None]:
+    """Register ``full`` under the names of the parameter of ``slot``; the returned function undoes this."""
+    owners = [(module, name) for module, name in slot.owners if name in module._parameters]  # others: deleted
+    for module, name in owners:
+        module.__dict__.pop(name, None)
+        module._parameters[name] = full
+
+    def conceal() -> None:
+        replaced = any(module._parameters.get(name) is not full for module, name in owners)
+        for module, name in owners:
+            module._parameters[name] = slot.registered
+        slot.detach()
+        if replaced:
+            raise FairshardError(
+                f"Parameter `{slot.fqn}` was replaced while its full value was shown; only its elements may be changed "
+                "there, in place (`with torch.no_grad(): param.copy_(...)`)."
+            )
+
+    return conceal
 
 
 class _Whole:
@@ -262,7 +316,7 @@ class _Whole:
         if self._how.from_first:
             _update(flat_param.shard, scatter_params(flat_param, values, flat_param.shard.dtype))
         else:
-            _update(flat_param.shard, flat_param.cut(values))
+            _update(flat_param.shard, flat_param.line.cut(values))
         if self._how.with_grads:
             self._keep_grads(had_grads)
 
@@ -285,7 +339,7 @@ class _Whole:
                 flat_param.grad.zero(set_to_none=True)
             return
         grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in self._params]
-        _update(flat_param.grad.value_or_zeros(), flat_param.cut(grads))
+        _update(flat_param.grad.value_or_zeros(), flat_param.line.cut(grads))
 
 
 def _without_memory(flat_param: FlatParam) -> list[nn.Parameter]:

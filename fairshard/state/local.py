@@ -150,7 +150,7 @@ def _describe(module: nn.Module) -> dict[str, Any]:
 
 def _places(flat_param: FlatParam) -> list[str]:
     """Where parameters that are placed by blocks or owners lie; empty for others, which follow each other."""
-    layout = flat_param.layout
+    layout = flat_param.line.layout
     if not isinstance(layout, RaggedLayout):
         return [""] * len(flat_param.slots)
     return [f" {layout.describe(index)}" for index in range(len(flat_param.slots))]
@@ -185,7 +185,7 @@ def _local_entries(module: nn.Module) -> dict[str, Tensor]:
             name = flat_param.name.removeprefix(f"{unit.fqn}.") if unit.fqn else flat_param.name
             flat_param.adopt_assigned()
             is_whole = flat_param.shows.keeps_shapes and not unit.config.flatten_parameters
-            entries[join(fqn, name)] = flat_param.registered[0] if is_whole else flat_param.shard
+            entries[join(fqn, name)] = flat_param.shows.registered[0] if is_whole else flat_param.shard
     for fqn, part in walk(module):
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:
@@ -221,14 +221,14 @@ def _describe_as_fairscale(path: str, unit: Unit, wrapper: nn.Module) -> dict[st
     for name, part in wrapped.named_modules(remove_duplicate=False):
         paths.setdefault(id(part), []).append(name)
     for flat_param in unit.flat_params:
-        if isinstance(flat_param.layout, RaggedLayout):
+        if isinstance(flat_param.line.layout, RaggedLayout):
             raise ValueError(
                 "Shards must hold parameters one after the other to be described in fairscale's format, but "
                 f"`{flat_param.slots[0].fqn}` is placed by blocks, or on one rank. Save a full state dict, or a "
                 "checkpoint."
             )
         names = [own(slot.fqn) for slot in flat_param.slots]
-        padding = flat_param.shard_numel - flat_param.layout.filled(flat_param.rank)
+        padding = flat_param.shard_numel - flat_param.line.layout.filled(flat_param.line.rank)
         params[own(flat_param.name)] = _metadata(names, [slot.shape for slot in flat_param.slots], padding)
         for slot in flat_param.slots:
             places = [(place, name) for part, name in slot.owners for place in paths.get(id(part), [])]

@@ -95,7 +95,7 @@ class ShardedOptimState:
             if named.param in own:
                 entries = [_entry(values["state"], names) for names in named.names]
                 if any(entry is not None for entry in entries):
-                    has_values = values is saved or (named.flat_param is not None and named.flat_param.rank == 0)
+                    has_values = values is saved or (named.flat_param is not None and named.flat_param.line.rank == 0)
                     given = [_entry(saved["state"], names) if has_values else None for names in named.names]
                     state[keys[named.param]] = self._state_of(named, entries, given)
         for key in values["state"].keys() - known:
@@ -185,7 +185,7 @@ class ShardedOptimState:
         wholes = [
             torch.zeros(slot.shape, dtype=dtype, device="cpu") if value is None else value.to("cpu")
             for slot, value in zip(flat_param.slots, values, strict=True)
-            if flat_param.rank == 0
+            if flat_param.line.rank == 0
         ]
         return shard.copy_(scatter_params(flat_param, wholes, dtype))
 

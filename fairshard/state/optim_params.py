@@ -40,7 +40,9 @@ class NamedParam:
     @property
     def shapes(self) -> list[torch.Size]:
         """Shape of each original parameter."""
-        return [slot.whole_shape for slot in self.flat_param.slots] if self.flat_param else [self.param.shape]
+        if not self.flat_param:
+            return [self.param.shape]
+        return [slot.leaf.shape if slot.has_mesh else slot.shape for slot in self.flat_param.slots]
 
 
 class OptimParams:

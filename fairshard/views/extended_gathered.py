@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from fairshard.params.copied_out import Beside, CopiedOut
 from fairshard.params.gathered import Gather
-from fairshard.params.kept_part import KeptPart
 from fairshard.utils.collectives import Communicator, RowGather
 from fairshard.views.extension import Extension
 
@@ -43,10 +42,9 @@ class ExtendedGathered(CopiedOut):
         """The same parameter in ``rows``, columns of a buffer that ``gather`` fills."""
         return ExtendedGathered(self.extension, self.comm, gather, rows)
 
-    def start(self, own: Tensor | None, part: KeptPart | None, tag: int) -> None:
+    def start(self, own: Tensor | None, tag: int) -> None:
         """Start gathering from ``own``, this rank's shard, which is a tensor subclass. **Collective.**"""
         assert own is not None
-        assert part is None
         if self.transfer is not None:  # a gather not waited for yet; its weights have changed since
             self.transfer.wait()
         inputs = self.extension.prepare(own)
@@ -54,7 +52,7 @@ class ExtendedGathered(CopiedOut):
             self._storage.resize_(self._nbytes)
         torch._foreach_copy_(self._own, inputs)
         self._is_to_complete = True
-        super().start(None, None, tag)
+        super().start(None, tag)
 
     def wait(self) -> None:
         """Wait for the running gather, if any; then the leaf holds the whole parameter."""

@@ -27,14 +27,11 @@ class ExtendedParam(FlatParam):
 
     shows: ShownExtended
     slots: list[ExtendedSlot]  # type: ignore[assignment]
+    _extension: Extension | None = None
 
     def __init__(self, shows: ShownExtended, name: str, policy: Any) -> None:
         self._policy = policy
         super().__init__(shows, name)
-
-    def _forget_runtime(self) -> None:
-        super()._forget_runtime()
-        self._extension: Extension | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_policy": self._policy}
@@ -48,7 +45,7 @@ class ExtendedParam(FlatParam):
     def materialize(self, comms: Communicators, rule: Rule, transfers: GradTransfers, on_grad: Any) -> None:
         """See `FlatParam.materialize`. Gathers once, because the subclass makes the leaf: **collective**."""
         self.adopt_assigned()
-        if not self.on_cpu:
+        if not self.shows.on_cpu:
             self.shows.move_to(transfers.device)
         slot = self.slots[0]
         self._extension = None

@@ -33,7 +33,7 @@ class Joined(Protocol):
 class JointGather(Transfer):
     """Gathers the rows of all ``flat_params`` at once, after the last one was written."""
 
-    __slots__ = ("_gather", "_transfer", "buffer", "columns", "custom")
+    __slots__ = ("_gather", "_next", "_transfer", "buffer", "columns")
 
     def __init__(self, flat_params: Sequence[Joined]) -> None:
         super().__init__()
@@ -46,17 +46,18 @@ class JointGather(Transfer):
             self.buffer[:, start : start + size].view(each.compute_dtype)
             for start, size, each in zip(starts, nbytes, flat_params, strict=False)
         ]
-        self._gather = RowGather(first.comm, self.buffer)
-        self.custom: UserGather | None = None
+        self._gather = self._next = RowGather(first.comm, self.buffer)
         self._transfer: Transfer | None = None
 
     def start(self, tag: int) -> Transfer:
         """Gather all rows; this rank's are already written. **Collective.**"""
-        self._transfer = self._gather.through(self.custom).start(tag)
+        gather, self._next = self._next, self._gather
+        self._transfer = gather.start(tag)
         return self
 
     def through(self, user: UserGather | None) -> JointGather:
-        """Itself: `CopiedOut.gather_by` passes it the user's gather."""
+        """Itself; the next start gathers by ``user``."""
+        self._next = self._gather.through(user)
         return self
 
     def wait(self) -> None:

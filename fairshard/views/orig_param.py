@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fairshard.params.flat_param import FlatParam
+from fairshard.params.line import FlatLine
+from fairshard.utils.collectives import RowGather
 from fairshard.utils.layout import FlatLayout, Piece
 from fairshard.utils.messages import broadcast
 from fairshard.utils.owned_layout import OwnedLayout
@@ -33,7 +35,6 @@ class _Runs(Protocol):
 class OrigParam:
     """One original parameter, with the interface of a flat param for optimizers and their state.
 
-    Its line is ``[W, n]``: each rank's run of the parameter, padded to ``n``, the length of the longest run.
     ``index`` is its place among the parameters of the flat param.
     """
 
@@ -42,12 +43,12 @@ class OrigParam:
 
     def move_to(self, whole: FlatParam, index: int) -> None:
         """Become parameter ``index`` of ``whole``."""
-        self.__dict__.clear()  # also drops the cached layout
+        self.__dict__.clear()  # also drops the cached line
         self._whole = whole
         self._shown = cast(_Runs, whole.shows)
         self.index = index
         self.slots = [whole.slots[index]]
-        self.shard = whole.registered[index]
+        self.shard = whole.shows.registered[index]
         self.shard_numel = self._shown.own_of(index).numel()
 
     def check_not_assigned(self) -> None:
@@ -59,9 +60,9 @@ class OrigParam:
         return getattr(self._whole, name)
 
     @cached_property
-    def layout(self) -> _Cuts:
-        """The position of each rank's run."""
-        return _Cuts.of(self._whole.line.layout, self.index)
+    def line(self) -> OrigLine:
+        """The line of this parameter alone."""
+        return OrigLine(self._whole.line, self.index)
 
     @property
     def name(self) -> str:
@@ -69,7 +70,7 @@ class OrigParam:
         return self.slots[0].fqn
 
     def check_whole(self) -> None:
-        """See `Leaves.check_whole`."""
+        """See `FlatParam.check_whole`."""
         self._whole.check_whole(self.index)
 
     @property
@@ -86,26 +87,38 @@ class OrigParam:
         return self._shown.shown_as(self.index, own)
 
     def gather_line(self, values: Tensor) -> Tensor:
-        """``values`` ``[shard_numel]`` of every rank as a line for `params_of`. **Collective.**"""
-        whole, owner = self._whole, self.layout.owner
+        """``values`` ``[shard_numel]`` of every rank as a line for `OrigLine.params_of`. **Collective.**"""
+        whole, layout, owner = self._whole, self.line.layout, self.line.owner
         if owner is not None:  # one row is enough
-            line = values.new_empty(1, self.layout.shard_numel, device=whole.compute_device)
-            if whole.rank == owner:
+            line = values.new_empty(1, layout.shard_numel, device=whole.compute_device)
+            if self.line.rank == owner:
                 line[0] = values
             broadcast(line, owner, whole.comm.group)
             return line
-        line = values.new_zeros(whole.line.layout.world_size, self.layout.shard_numel, device=whole.compute_device)
-        line[whole.rank, : self.shard_numel] = values
-        return whole.gather_rows(line)
+        line = values.new_zeros(layout.world_size, layout.shard_numel, device=whole.compute_device)
+        line[self.line.rank, : self.shard_numel] = values
+        return whole.gather_rows(line, RowGather(whole.comm, line))
+
+
+class OrigLine:
+    """Parameter ``index`` of the line ``whole`` as a line ``[W, n]``: each rank's run, padded to the longest.
+
+    ``owner`` is the rank that has all of it, if it is placed by `Owned`.
+    """
+
+    def __init__(self, whole: FlatLine, index: int) -> None:
+        self.whole, self.rank, self._index = whole, whole.rank, index
+        self.layout = _Cuts.of(whole.layout, index)
+        self.owner = whole.layout.owners[index] if isinstance(whole.layout, OwnedLayout) else None
 
     def params_of(self, line: Tensor) -> list[Tensor]:
         """The whole parameter, shaped, from a line ``[W, n]``, or ``[1, n]`` if one rank owns it."""
         runs = [line[piece.row if len(line) > 1 else 0, : piece.target.stop] for piece in self.layout.pieces]
-        return [(torch.cat(runs) if runs else line.new_empty(0)).view(self.slots[0].shape)]
+        return [(torch.cat(runs) if runs else line.new_empty(0)).view(self.whole.shapes[self._index])]
 
     def lay_out(self, values: list[Tensor]) -> Tensor:
         """The whole parameter as a line ``[W, n]`` in new memory."""
-        line = values[0].new_zeros(self._whole.line.layout.world_size, self.layout.shard_numel)
+        line = values[0].new_zeros(self.layout.world_size, self.layout.shard_numel)
         whole = values[0].reshape(-1)
         for piece in self.layout.pieces:
             line[piece.row, : piece.target.stop] = whole[piece.source.start : piece.source.stop]
@@ -113,31 +126,27 @@ class OrigParam:
 
     def shaped(self, index: int, flat: Tensor) -> Tensor:
         """The whole parameter, from its elements ``flat`` in the order in which they are cut."""
-        return self._whole.line.shaped(self.index, flat)
+        return self.whole.shaped(self._index, flat)
 
     def runs_of(self, values: Tensor) -> list[tuple[int, Tensor]]:
         """The index of the first element that this rank owns, and a 1-D view of ``values``, shaped like ``shard``."""
-        own = self.layout.pieces_of(self._whole.rank)
+        own = self.layout.pieces_of(self.rank)
         return [(own[0].source.start if own else 0, values.reshape(-1)[:])]
 
 
 @dataclass(frozen=True)
 class _Cuts:
-    """The runs of one parameter, one per rank, each at the start of a row of ``shard_numel`` elements.
-
-    ``owner`` is the rank that has all of it, if it is placed by `Owned`.
-    """
+    """The runs of one parameter, one per rank, each at the start of a row of ``shard_numel`` elements."""
 
     pieces: tuple[Piece, ...]
+    world_size: int
     shard_numel: int
-    owner: int | None
 
     @staticmethod
     def of(layout: FlatLayout, index: int) -> _Cuts:
         own = [piece for piece in layout.pieces if piece.index == index]
         pieces = tuple(Piece(0, piece.row, piece.source, Span(0, piece.source.numel)) for piece in own)
-        owner = layout.owners[index] if isinstance(layout, OwnedLayout) else None
-        return _Cuts(pieces, max((piece.source.numel for piece in own), default=0), owner)
+        return _Cuts(pieces, layout.world_size, max((piece.source.numel for piece in own), default=0))
 
     def pieces_of(self, rank: int) -> list[Piece]:
         return [piece for piece in self.pieces if piece.row == rank]

@@ -44,8 +44,9 @@ class OwnedLine(Ragged):
     def _filled(self, line: Tensor) -> Tensor:
         return line.view(-1)[: self.numel]
 
-    def empty(self, world_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """New memory for a whole line; its end is padded, so that `KeptPart` can cut it into equal parts."""
+        world_size = self.layout.world_size
         return torch.empty(world_size, cut(self.numel, world_size), dtype=dtype, device=device)
 
     def row_of(self, line: Tensor) -> Tensor:
@@ -55,14 +56,6 @@ class OwnedLine(Ragged):
     def gather_of(self, line: Tensor, comm: Communicator) -> Gather:
         """The gather that fills a whole ``line``, in which this rank's row is written before."""
         return UnequalGather(comm, self._filled(line), self.rows_of(line))
-
-    def lay_out(self, values: list[Tensor]) -> Tensor:
-        """Whole parameters as rows ``[W, S]`` in new memory, padded with zeros to the longest row."""
-        rows = values[0].new_zeros(self.layout.world_size, self.layout.shard_numel)
-        for blocks, value in zip(self.layout.blocks, values, strict=True):
-            for block in blocks:
-                block.of(rows).copy_(block.like(value.reshape(-1)))
-        return rows
 
     def bucket_views(self, columns: Any) -> list[list[Tensor]]:
         """For each parameter, its gradient in ``columns``, the rows of its bucket; then the padding: none."""
@@ -78,7 +71,7 @@ def check_none_owned(flat_params: Sequence[FlatParam], what: str) -> None:
         ValueError: names the first such parameter.
     """
     for flat_param in flat_params:
-        if isinstance(flat_param.layout, OwnedLayout):
+        if isinstance(flat_param.line.layout, OwnedLayout):
             raise ValueError(
                 f"`{what}` must communicate equally many elements of all ranks, but `{flat_param.slots[0].fqn}` is "
                 "placed by Owned, whole on one rank. Place the parameters of this unit otherwise."

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fairshard.params.copied_out import Beside, CopiedOut
 from fairshard.params.gathered import Gather
-from fairshard.params.kept_part import KeptPart
 from fairshard.utils.part_gather import MAX_PARTS, PartGather
 from fairshard.utils.rows_layout import RowsLayout
 from fairshard.utils.storage import free_storage_
@@ -36,8 +35,7 @@ class ReceivedInPlace(CopiedOut):
     """Memory of the whole parameters, filled by ``staged``, a gather of staging rows and of large parameters in place.
 
     ``small``: the copies out of the staging rows. ``places``: where this rank's rows of each parameter are sent from,
-    each with its first element in the shard. A gather of the user's own, or from kept parts, uses the buffer as
-    `CopiedOut` does.
+    each with its first element in the shard. A gather of the user's own uses the buffer as `CopiedOut` does.
     """
 
     def __init__(
@@ -57,11 +55,11 @@ class ReceivedInPlace(CopiedOut):
         self._is_in_place = False
         free_storage_(staged.buffer)
 
-    def start(self, own: Tensor | None, part: KeptPart | None, tag: int) -> None:
+    def start(self, own: Tensor | None, tag: int) -> None:
         """Start gathering, large parameters directly into the line. **Collective.**"""
-        self._is_in_place = part is None and self.custom is None
+        self._is_in_place = self.custom is None
         if not self._is_in_place:
-            super().start(own, part, tag)
+            super().start(own, tag)
             return
         assert own is not None
         if self.transfer is not None:  # a gather not waited for yet; its weights have changed since

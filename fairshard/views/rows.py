@@ -54,21 +54,9 @@ class Rows(FlatLine):
         parts = each.stacked(flat.view(each.world_size, -1))
         return parts.movedim(0, each.dim).flatten(each.dim, each.dim + 1)
 
-    def is_ordered(self, index: int) -> bool:
-        """Whether the elements of parameter ``index`` are cut in the order of their memory."""
-        return not self.cuts[index].dim
-
     def own_shape(self, index: int) -> tuple[int, ...]:
         """The shape of this rank's part of parameter ``index``."""
         return self.cuts[index].shape_of(self.layout.num_rows(index, self.rank))
-
-    def lay_out(self, values: list[Tensor]) -> Tensor:
-        """Whole parameters as a buffer ``[W, S]`` in new memory, padded with zeros."""
-        buffer = values[0].new_zeros(self.layout.world_size, self.shard_numel)
-        for index, value in enumerate(values):
-            for block in self.layout.blocks[index]:
-                block.of(buffer).copy_(block.like(self.flattened(index, value)))
-        return buffer
 
     # ---- gathered
 
@@ -159,6 +147,11 @@ class Rows(FlatLine):
         return [block.like(flat) for block in self.layout.blocks[index]]
 
 
+def is_ordered(line: FlatLine, index: int) -> bool:
+    """Whether the elements of parameter ``index`` are cut in the order of their memory."""
+    return not (isinstance(line, Rows) and line.cuts[index].dim)
+
+
 def join_gathers(flat_params: Sequence[FlatParam]) -> None:
     """Make all ``flat_params`` of one unit share one gather; those without elements are left out."""
     joined = [(each, each.line) for each in flat_params if isinstance(each.line, Rows) and each.line.shard_numel]
@@ -171,7 +164,7 @@ def join_gathers(flat_params: Sequence[FlatParam]) -> None:
         for index, ((each, rows), columns) in enumerate(zip(joined, joint.columns, strict=True))
     ]
     for (each, _), gathered in zip(joined, together, strict=True):
-        gathered.share(joint, together)
+        gathered.share(joint.buffer, together)
         each.gather_into(gathered)
     free_storage_(joint.buffer)  # last: freed memory cannot be viewed
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fairshard.params.extended_slot import ExtendedSlot
 from fairshard.settings.mesh import SavedMesh
-from fairshard.utils.subclasses import inner_tensors, rows_of
+from fairshard.utils.subclasses import rows_of
 from fairshard.views.cut import Cut
 from fairshard.views.rows import Rows
 from fairshard.views.shown_dtensors import ShownDTensors
@@ -57,10 +57,6 @@ class ShownExtended(ShownDTensors):
         self._make_specs(local.dtype)
         self.versioned = (self.shard, *self.registered)
         self._watch()
-
-    def memory(self) -> list[Tensor]:
-        """The plain tensors that hold the values."""
-        return inner_tensors(self.local)
 
     def own_of(self, index: int) -> Tensor:
         """As many elements as this rank owns; not their values, which only the subclass can read."""
@@ -115,11 +111,6 @@ class ShownExtended(ShownDTensors):
             with torch.no_grad():
                 own._local_tensor = own._local_tensor.to(device)
             self._renew_stand_in()
-
-    def keep_on_device(self) -> None:
-        """Keep the local tensor on the compute device, even if the unit's options place it in host memory."""
-        self.on_cpu = False
-        self.move_to(self.slots[0].leaf.device)
 
     # ---- copies
 

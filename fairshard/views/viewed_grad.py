@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fairshard.params.rule import GradHome
 from fairshard.params.shard_grad import GradTransfers, ShardGrad
 from fairshard.utils.span import Span
 from fairshard.utils.storage import is_same_memory
@@ -47,7 +48,7 @@ class ViewedGrad(ShardGrad):
             end = start + numel
         self._places.pop()  # the end of the shard
         self._cut(self._own)
-        if self.is_held:
+        if self.home is GradHome.HELD:
             self._held_runs = list(self._runs)
         for index, (run, show) in enumerate(zip(self._runs, self._shows, strict=True)):
             grad = views[index].grad
@@ -65,13 +66,13 @@ class ViewedGrad(ShardGrad):
     @property
     def shown(self) -> Sequence[Tensor | None]:
         """The gradient of each view, or its placeholder."""
-        if self.is_held:
+        if self.home is GradHome.HELD:
             return self._held_runs or [None] * len(self._views)
         return list(map(_GRAD, self._views))
 
     def show(self, face: int, grad: Tensor | None) -> None:
         """See `ShardGrad.show`."""
-        if self.is_held:
+        if self.home is GradHome.HELD:
             self._held_runs = self._held_runs or [None] * len(self._views)
             self._held_runs[face] = grad
         else:
@@ -120,12 +121,12 @@ class ViewedGrad(ShardGrad):
 
     def drop(self, index: int) -> None:
         """Drop the gradient of one original parameter, or its placeholder."""
-        if self._held_runs or not self.is_held:
+        if self._held_runs or self.home is not GradHome.HELD:
             self.show(index, None)
 
     def add(self, reduced: Tensor, reached: bytes | None = None) -> None:
         """See `ShardGrad.add`. A parameter that was not reached and has no gradient keeps None."""
-        if self.is_on_host:
+        if self.home is GradHome.HOST:
             self.forget_dropped()  # otherwise their memory would count as in use
         super().add(reduced, reached)
 
@@ -181,7 +182,7 @@ class ViewedGrad(ShardGrad):
     def _show(self, which: Sequence[bool] | None = None) -> None:
         """Make runs the reduced gradients of ``which`` parameters; None: of those that are trained."""
         if which is None:
-            which = [True] * len(self._views) if self.is_held else list(map(_TRAINS, self._views))
+            which = [True] * len(self._views) if self.home is GradHome.HELD else list(map(_TRAINS, self._views))
         for index, (show, is_shown) in enumerate(zip(self._shows, which, strict=True)):
             if is_shown:
                 self._show_behind(index, show)
@@ -256,9 +257,9 @@ class OrigGrad:
         return (self._whole.shown[self._index],)
 
     @property
-    def is_held(self) -> bool:
-        """Whether it is held on the compute device instead of on the parameter."""
-        return self._whole.is_held
+    def home(self) -> GradHome:
+        """Where it is kept."""
+        return self._whole.home
 
     @property
     def transfers(self) -> GradTransfers:

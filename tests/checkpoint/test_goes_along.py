@@ -211,9 +211,8 @@ def test_a_rank_reads_what_it_owns(shared_folder):
 
     with mock.patch.object(CheckpointReader, "read_data", counted):
         load(f"{shared_folder}/one", model, optimizer)
-    owned = sum(
-        flat_param.layout.filled(flat_param.rank) for _, unit in units_below(model) for flat_param in unit.flat_params
-    )
+    lines = [flat_param.line for _, unit in units_below(model) for flat_param in unit.flat_params]
+    owned = sum(line.layout.filled(line.rank) for line in lines)
     tied = model.head.weight  # saved under two names
     assert sum(item.lengths.numel() for item in read) == 3 * owned + _num_owned(model, tied.shape)
 
@@ -223,7 +222,7 @@ def _num_owned(model, shape):
     return sum(
         run.numel()
         for flat_param in model._unit.flat_params
-        for slot, (_, run) in zip(flat_param.slots, flat_param.runs_of(flat_param.shard), strict=True)
+        for slot, (_, run) in zip(flat_param.slots, flat_param.line.runs_of(flat_param.shard), strict=True)
         if slot.shape == shape and len(slot.owners) > 1
     )
 

@@ -15,6 +15,7 @@ from fairshard.checks.order_check import OrderCheck
 from fairshard.errors import RanksDisagreeError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import ShardingStrategy
+from fairshard.state.full_params import gather_line
 from fairshard.utils import groups
 from fairshard.utils.collectives import counters, reset_counters
 from tests.kit import rank_device
@@ -120,7 +121,7 @@ def test_backwards_may_reach_other_units():
     sum(output.sum() for output in outputs[dist.get_rank() :]).backward()
     for branch, share in zip(branches, (0.5, 1.0), strict=True):
         flat_param = branch._fairshard_unit.flat_params[0]
-        _, bias = flat_param.params_of(flat_param.gather_line(flat_param.shard.grad))
+        _, bias = flat_param.line.params_of(gather_line(flat_param, flat_param.shard.grad))
         assert torch.equal(bias, torch.full((4,), 3 * share))
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from fairshard.errors import RanksDisagreeError
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.state.full_params import gather_line
 from tests.checks.test_order_check import OTHER_PATHS, Branches, Path, native_collectives, train_step, wrapped_path
 from tests.kit import rank_device
 from tests.on_ranks import on_ranks
@@ -56,5 +57,5 @@ def test_backwards_may_reach_other_units_on_some_ranks(who):
     sum(output.sum() for output in outputs[dist.get_rank() in DISSENTERS[who] :]).backward()
     for branch, share in zip(branches, (1 - len(DISSENTERS[who]) / 4, 1.0), strict=True):
         flat_param = branch._fairshard_unit.flat_params[0]
-        _, bias = flat_param.params_of(flat_param.gather_line(flat_param.shard.grad))
+        _, bias = flat_param.line.params_of(gather_line(flat_param, flat_param.shard.grad))
         assert torch.equal(bias, torch.full_like(bias, 3 * share))

@@ -55,7 +55,7 @@ def test_memory_is_freed(reshard):
     buffers = [fp for _, unit in units_below(wrapped) for fp in unit.flat_params]
 
     def sizes():
-        return [fp.buffer.untyped_storage().size() for fp in buffers]
+        return [fp.gathered.buffer.untyped_storage().size() for fp in buffers]
 
     for _ in range(2):
         loss = wrapped(randn(3, 4)).sum()

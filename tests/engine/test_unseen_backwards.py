@@ -53,10 +53,10 @@ def twin_grads(make, *losses):
 def full_grads(model):
     """The gathered gradients of the root's shards, without padding."""
     (flat_param,) = model._fairshard_unit.flat_params
-    line = flat_param.shard.grad.new_empty(flat_param.layout.world_size, flat_param.shard_numel)
-    line[flat_param.rank] = flat_param.shard.grad
+    line = flat_param.shard.grad.new_empty(flat_param.line.layout.world_size, flat_param.shard_numel)
+    line[flat_param.line.rank] = flat_param.shard.grad
     flat_param.comm.all_gather(line, 0).wait()
-    return line.view(-1)[: flat_param.layout.numel]
+    return line.view(-1)[: flat_param.line.layout.numel]
 
 
 @on_ranks(1, 2, 3)

@@ -15,6 +15,7 @@ from fairshard.errors import FairshardError, HeldGradientError, PendingGradientE
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, ShardedGradScaler, cpu_worker
 from fairshard.optim.shard_step import ShardStep, Twin
+from fairshard.params.grads import grads_of
 from tests.kit import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
@@ -210,12 +211,12 @@ def test_held_gradients_stay_off_the_parameters_and_are_zeroed_with_them():
                 backward(twin, step)
             (shard,) = unit.flat_params
             assert shard.shard.grad is None
-            assert torch.equal(unit.shard_grad[shard.shard], twin[0].params[0].grad)
+            assert torch.equal(grads_of(unit.flat_params)[shard.shard], twin[0].params[0].grad)
             assert not any(param.grad is not None for param in model.parameters())
             assert model.params_with_grad == list(model.parameters())
             zero(set_to_none)
             twin.zero_grad()
-            left = unit.shard_grad.get(shard.shard)
+            left = grads_of(unit.flat_params).get(shard.shard)
             assert left is None if set_to_none else not left.any()
             model.zero_grad()
 
@@ -343,7 +344,7 @@ def test_a_part_of_the_units_can_stay_on_the_device(placement):
             optimizer.zero_grad()
     assert_same_params(model, twin)
     flat_params = [flat_param for one in (model[0], model[2], model[4]) for flat_param in one._unit.flat_params]
-    kept = [flat_param.shard_numel for flat_param in flat_params if not flat_param.on_cpu]
+    kept = [flat_param.shard_numel for flat_param in flat_params if not flat_param.shows.on_cpu]
     assert 0 < sum(kept) <= 0.5 * sum(flat_param.shard_numel for flat_param in flat_params)
     with pytest.raises(ValueError, match="before the first forward"):
         CPUOptimizer(model, torch.optim.AdamW, offload_fraction=0.5)

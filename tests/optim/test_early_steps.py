@@ -11,6 +11,7 @@ from fairshard.nn import CPUOffloadPolicy, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
 from fairshard.optim.shard_step import ShardStep
+from fairshard.params.grads import grads_of
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn
@@ -138,7 +139,7 @@ def test_a_gradient_edited_before_the_step_is_refused(placement, edit):
     model, optimizer = build(**placement)
     with optimizer.last_backward():
         loss_of(model, 0).backward()
-    (grad,) = model[2]._unit.shard_grad.values()
+    (grad,) = grads_of(model[2]._unit.flat_params).values()
     if edit == "in place":
         grad.mul_(2)
     elif placement == OFFLOAD:

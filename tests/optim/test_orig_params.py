@@ -9,6 +9,7 @@ import torch.distributed as dist
 from fairshard.errors import FairshardError, HeldGradientError, ShardOptimizerError, StaleOptimizerError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
+from fairshard.params.grads import grads_of
 from fairshard.planning.summary import state_bytes
 from tests.kit import rank_device
 from tests.models import mlp, wrap_each
@@ -95,7 +96,7 @@ def test_an_edit_after_an_early_step_is_refused(placement):
     optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1, overlap=True)
     with optimizer.last_backward():
         backward(model, 0)
-    grads = {id(param): grad for unit in (model[2]._unit,) for param, grad in unit.shard_grad.items()}
+    grads = {id(param): grad for unit in (model[2]._unit,) for param, grad in grads_of(unit.flat_params).items()}
     grads[id(model[2].params[0])].mul_(2)
     with pytest.raises(FairshardError, match=r"gradient of `2\.weight` must not change"):
         optimizer.step()

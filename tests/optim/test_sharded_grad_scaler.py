@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
+from fairshard.params.grads import grads_of
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd
@@ -66,7 +67,7 @@ def test_gradients_are_unscaled_where_they_are(held):
     reference(randn(3, 4, key=0)).square().sum().backward()
     scaler.unscale_(optimizer)
     for one, other in ((model[0], reference[0]), (model[2], reference[2])):
-        (grad,) = one._unit.shard_grad.values()
+        (grad,) = grads_of(one._unit.flat_params).values()
         assert torch.equal(grad, other.params[0].grad)
 
 

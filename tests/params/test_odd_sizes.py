@@ -107,6 +107,6 @@ def test_padding_has_no_gradient(flatten, bucket_cap_mb):
             wrapped(randn(2, 4)).sum().backward()
     for _, unit in units_below(wrapped):
         for flat_param in unit.flat_params:
-            padding = flat_param.shard.grad[flat_param.layout.filled(flat_param.rank) :]
+            padding = flat_param.shard.grad[flat_param.line.layout.filled(flat_param.line.rank) :]
             assert torch.equal(padding, torch.zeros_like(padding))
             assert flat_param.shard.grad.isfinite().all()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fairshard.errors import HostMemoryError
 from fairshard.optim import CPUOptimizer
+from fairshard.params.grads import grads_of
 from fairshard.params.shard_grad import GradTransfers
 from fairshard.planning.summary import copy_wait_s, state_bytes
 from fairshard.setup import placement as placement_module
@@ -95,13 +96,13 @@ def test_what_the_optimizer_sees_is_where_the_table_says(placement):
     backward(model, 0)
     for wrapper in (model[0], model[2]):
         (flat_param,) = wrapper._unit.flat_params
-        (grad,) = wrapper._unit.shard_grad.values()
+        (grad,) = grads_of(wrapper._unit.flat_params).values()
         assert flat_param.shard.device.type == "cpu"
         assert flat_param.shard.dtype == torch.float32
-        assert flat_param.on_cpu
+        assert flat_param.shows.on_cpu
         assert (flat_param.shard.grad is None) == (placement == "held")
         assert grad.shape == flat_param.shard.shape
-        assert (flat_param._device_shard is not None) == (placement == "master")
+        assert (flat_param.device_shard is not None) == (placement == "master")
     assert model.cpu_offload == (placement != "master")
     assert model.move_grads_to_cpu == (placement != "held")
 
@@ -289,7 +290,7 @@ def test_gradients_of_an_interrupted_backward_do_not_come_back(placement):
     backward(model, 0)
     backward(reference, 0)
     for one, other in ((model[0], reference[0]), (model[2], reference[2])):
-        (grad,), (expected,) = one._unit.shard_grad.values(), other._unit.shard_grad.values()
+        (grad,), (expected,) = grads_of(one._unit.flat_params).values(), grads_of(other._unit.flat_params).values()
         torch.testing.assert_close(grad, expected, rtol=rounding()[0], atol=rounding()[1], check_device=False)
 
 
@@ -328,7 +329,7 @@ def test_gradients_survive_when_an_outer_model_takes_a_unit_over(placement):
     for one in (model, reference):
         one[2](torch.ones(3, 9)).square().sum().backward()
         backward(one, 0)
-    (grad,), (expected,) = (one[2]._unit.shard_grad.values() for one in (model, reference))
+    (grad,), (expected,) = (grads_of(one[2]._unit.flat_params).values() for one in (model, reference))
     assert torch.equal(grad, expected)
 
 
@@ -363,7 +364,7 @@ def test_frozen_units_have_no_gradient_memory(placement):
     assert len(trained.grad.tensors()) == 1
     momentum = optimizer.state[trained.shard]["momentum_buffer"].nbytes
     host = frozen.shard.nbytes + trained.shard.nbytes + momentum
-    device = sum(fp._device_shard.nbytes for fp in (frozen, trained)) if placement == "master" else 0
+    device = sum(fp.device_shard.nbytes for fp in (frozen, trained)) if placement == "master" else 0
     if placement == "held":
         device += trained.shard.nbytes
     else:

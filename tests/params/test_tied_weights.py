@@ -52,7 +52,7 @@ def test_a_tied_weight_is_stored_once(flatten):
     """The shard holds each element once, and ``parameters()`` yields it once."""
     wrapped = FSDP(Tied(), flatten_parameters=flatten)
     numel = 4 * 4 + 4 + 4 * 4
-    assert sum(fp.layout.numel for _, unit in units_below(wrapped) for fp in unit.flat_params) == numel
+    assert sum(fp.line.layout.numel for _, unit in units_below(wrapped) for fp in unit.flat_params) == numel
     assert sum(param.numel() for param in wrapped.parameters()) == numel // 2
 
 

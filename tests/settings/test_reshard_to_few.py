@@ -52,16 +52,16 @@ def test_the_backward_gathers_among_few():
     wrapped = wrap_each(mlp(4, 9, 5), reshard_after_forward=2)
     loss = wrapped(randn(3, 4)).sum()
     inner = [part for part in wrapped.modules() if isinstance(part, FSDP) and part is not wrapped]
-    kept = [part for unit in inner for part in unit._unit.parts.kept()]
+    kept = [part for unit in inner for part in unit._unit.parts if part.kept is not None]
     assert all(isinstance(part, KeptPart) for part in kept)
     for unit, part in zip(inner, kept, strict=True):
-        assert part._kept.numel() == unit._unit.flat_params[0].layout.padded_numel // 2
+        assert part.kept.numel() == unit._unit.flat_params[0].line.layout.padded_numel // 2
         assert part._comm.world_size == 2
     before = {comm: dict(comm.counts) for comm in {part._comm for part in kept}}
     loss.backward()
     for comm, counts in before.items():
         assert comm.counts["all_gather"][0] == counts.get("all_gather", [0, 0])[0] + len(inner)
-    assert not any(part.is_kept for part in kept)
+    assert not any(part.kept is not None for part in kept)
     assert communicator(dist.group.WORLD).world_size == 4
 
 

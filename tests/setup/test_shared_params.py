@@ -86,7 +86,7 @@ def test_training(options):
     for path in PATHS:
         wrapped = train_alike(tied(path), lambda model: wrap(model, **options), loss_of)
         assert not any(unit.is_gathered for _, unit in units_below(wrapped))
-    assert sum(fp.layout.numel for _, unit in units_below(wrapped) for fp in unit.flat_params) == 5 * 5 * 2 + 5 * 4
+    assert sum(fp.line.layout.numel for _, unit in units_below(wrapped) for fp in unit.flat_params) == 5 * 5 * 2 + 5 * 4
 
 
 @on_ranks(2, in_full(1))

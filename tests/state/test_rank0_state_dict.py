@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairshard.nn import FSDP, FullOptimStateDictConfig, FullStateDictConfig, StateDictType
-from fairshard.params.flat_param import FlatParam
+from fairshard.state import full_params
 from tests.models import SavedTransposed, mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn
@@ -214,7 +214,7 @@ def lines_alive():
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("gather_line", "lay_out"):
-            patch.setattr(FlatParam, name, watched(getattr(FlatParam, name)))
+            patch.setattr(full_params, name, watched(getattr(full_params, name)))
         yield most
 
 

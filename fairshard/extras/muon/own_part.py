@@ -11,11 +11,14 @@ from torch.distributed.tensor import DTensor
 from fairshard.checks.optimizer_check import stepped_of
 from fairshard.errors import FairshardError, ShardOptimizerError
 from fairshard.params.flat_param import FlatParam
+from fairshard.params.line import FlatLine
+from fairshard.params.rule import GradHome
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.groups import communicator
 from fairshard.utils.owned_layout import OwnedLayout
 from fairshard.utils.span import Span
 from fairshard.views.orig_param import OrigParam, Stepped
+from fairshard.views.rows import is_ordered
 from fairshard.views.shown_extended import ShownExtended
 
 
@@ -37,27 +40,28 @@ class OwnPart:
         self._stepped = stepped
         # Of the parameter on the line; `index` counts the parameters that an optimizer sees through `param`.
         self._place = stepped.index if isinstance(stepped, OrigParam) else index
-        if stepped is None:
+        self._line = _line_of(stepped)
+        if stepped is None or self._line is None:
             self.name = f"a parameter of shape {tuple(param.shape)} outside of all units"
             self.shape, self.rank, self.is_ordered = param.shape, 0, True
             self.spans: tuple[Span, ...] = (Span(0, param.numel()),)
             return
         slot = stepped.slots[index]
-        self.name, self.shape, self.rank = f"`{slot.fqn}`", slot.shape, stepped.rank
-        self.is_part_of_dtensor = slot.whole_shape != slot.shape
-        self.is_ordered = stepped.line.is_ordered(self._place)
-        spans = [Span(0, 0)] * stepped.line.layout.world_size
-        for piece in stepped.layout.pieces:
+        self.name, self.shape, self.rank = f"`{slot.fqn}`", slot.shape, self._line.rank
+        self.is_part_of_dtensor = slot.has_mesh and slot.leaf.shape != slot.shape
+        self.is_ordered = is_ordered(self._line, self._place)
+        spans = [Span(0, 0)] * self._line.layout.world_size
+        for piece in stepped.line.layout.pieces:
             if piece.index == index:
                 spans[piece.row] = piece.source
-                if piece.row == stepped.rank:
+                if piece.row == self.rank:
                     self._target = piece.target
         self.spans = tuple(spans)
 
     @property
     def layout(self) -> object:
         """See `layout_of`."""
-        return None if self._stepped is None else self._stepped.line.layout
+        return None if self._line is None else self._line.layout
 
     @property
     def span(self) -> Span:
@@ -73,7 +77,7 @@ class OwnPart:
     @property
     def is_owned(self) -> bool:
         """Whether it is placed by `Owned`: on every rank known to be whole on one."""
-        return self._stepped is not None and isinstance(self._stepped.line.layout, OwnedLayout)
+        return self._line is not None and isinstance(self._line.layout, OwnedLayout)
 
     @property
     def comm(self) -> Communicator | None:
@@ -124,20 +128,20 @@ class OwnPart:
 
     def _whole_grad(self) -> Tensor | None:
         grad = None if self._stepped is None else self._stepped.grad
-        if grad is not None and grad.is_held:
+        if grad is not None and grad.home is GradHome.HELD:
             held: Tensor | None = grad.value
             return held
         return self.param.grad
 
     def shaped(self, flat: Tensor) -> Tensor:
         """The whole parameter, contiguous, from its elements ``flat`` in the order in which they are cut."""
-        if self._stepped is None:
+        if self._line is None:
             return flat.view(self.shape)
-        return self._stepped.line.shaped(self._place, flat).contiguous()
+        return self._line.shaped(self._place, flat).contiguous()
 
     def flattened(self, whole: Tensor) -> Tensor:
         """The elements of ``whole``, in the order in which they are cut."""
-        return whole.reshape(-1) if self._stepped is None else self._stepped.line.flattened(self._place, whole)
+        return whole.reshape(-1) if self._line is None else self._line.flattened(self._place, whole)
 
 
 def own_parts(param: nn.Parameter) -> list[OwnPart]:
@@ -166,5 +170,12 @@ def own_parts(param: nn.Parameter) -> list[OwnPart]:
 
 def layout_of(param: nn.Parameter) -> object:
     """The layout by which ``param`` is cut; another object if that has changed. None for a plain tensor."""
-    stepped: Any = stepped_of(param)
-    return None if stepped is None else stepped.line.layout
+    line = _line_of(stepped_of(param))
+    return None if line is None else line.layout
+
+
+def _line_of(stepped: Stepped | None) -> FlatLine | None:
+    """The line on which the parameter of ``stepped`` is cut, with others; None for a plain tensor."""
+    if isinstance(stepped, OrigParam):
+        return stepped.line.whole
+    return None if stepped is None else stepped.line

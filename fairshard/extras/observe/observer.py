@@ -21,6 +21,7 @@ from fairshard.engine.root import Root
 from fairshard.engine.tree import units_to
 from fairshard.engine.unit import Unit
 from fairshard.extras.observe.unit_event import END, Phase, UnitEvent
+from fairshard.params.rule import GradHome
 from fairshard.utils.buckets import Bucket, GradSource, Hook
 from fairshard.utils.transfers import Transfer
 
@@ -122,7 +123,7 @@ class Observation:
     def _watch_made(self, unit: Unit, root: Root) -> None:
         """Watch the objects that a unit owns or shares, and that do not exist before it is ready to run."""
         for flat_param in unit.flat_params:
-            if flat_param.grad.is_on_host:
+            if flat_param.grad.home is GradHome.HOST:
                 self._tap(flat_param.grad, "add", self._on_interval, unit, "copy_to_host")
                 self._tap(flat_param.grad, "land", self._on_interval, unit, "copy_wait")
         if root not in self._roots:

@@ -104,7 +104,7 @@ def timeline(model: nn.Module, *paths: Path | str, title: str = "") -> Iterator[
         label = "gathered weights"
         nbytes_of: dict[str, int] = {}
         for fqn, unit, flat_param in lines:
-            nbytes = flat_param.layout.padded_numel * flat_param.compute_dtype_under(unit.rule).itemsize
+            nbytes = flat_param.line.layout.padded_numel * flat_param.compute_dtype_under(unit.rule).itemsize
             nbytes_of[fqn] = nbytes_of.get(fqn, 0) + nbytes
         memory = gathered_bytes(own, nbytes_of)
     by_rank = gather_objects((own, memory), group)

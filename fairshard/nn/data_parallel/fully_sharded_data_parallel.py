@@ -27,6 +27,7 @@ from fairshard.nn.data_parallel.wrapper.methods import PLACEMENT, explaining, ga
 from fairshard.nn.data_parallel.wrapper.optim_state import OptimStateMethods
 from fairshard.nn.data_parallel.wrapper.prefetch import PrefetchMethods
 from fairshard.nn.data_parallel.wrapper.torch_functions import refuse_torch_functions
+from fairshard.params.grads import grads_of
 from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.settings.groups import Groups, find_groups
 from fairshard.settings.resolve import late_options, offload_of, resolve
@@ -247,7 +248,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             mark_managed(managed)
         if flatten_parameters and not use_orig_params:
             for flat_param in flat_params:
-                flat_param.register_on(self)
+                flat_param.shows.register_on(self, flat_param.name)
         watch_optimizers(flat_params, config)
         watch_scaling()
         refuse_inner_states(self, unit)
@@ -275,7 +276,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
         """The parameters that have a gradient, in ``.grad`` or held by their unit."""
-        held = {shard for _, unit in units_below(self) for shard in unit.shard_grad}
+        held = {shard for _, unit in units_below(self) for shard in grads_of(unit.flat_params)}
         return [param for param in self.parameters() if param.grad is not None or param in held]
 
     def zero_grad(self, set_to_none: bool = True) -> None:

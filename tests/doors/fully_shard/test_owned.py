@@ -50,8 +50,8 @@ def test_the_gathered_line_computes_without_padding():
     for unit_module in (model[0], model):
         unit_module.unshard()
         for flat_param in unit_module._fairshard_unit.flat_params:
-            assert flat_param.buffer.numel() - flat_param.line.numel < dist.get_world_size()
-            buffer = flat_param.buffer.untyped_storage().data_ptr()
+            assert flat_param.gathered.buffer.numel() - flat_param.line.numel < dist.get_world_size()
+            buffer = flat_param.gathered.buffer.untyped_storage().data_ptr()
             assert {slot.leaf.untyped_storage().data_ptr() for slot in flat_param.slots} == {buffer}
 
 

@@ -76,9 +76,9 @@ def test_the_gathered_line_computes():
         unit_module.unshard()
         for flat_param in unit_module._fairshard_unit.flat_params:
             assert not isinstance(flat_param.gathered, CopiedOut)
-            buffer = flat_param.buffer.untyped_storage().data_ptr()
+            buffer = flat_param.gathered.buffer.untyped_storage().data_ptr()
             assert {slot.leaf.untyped_storage().data_ptr() for slot in flat_param.slots} == {buffer}
-            *runs, _ = flat_param.bucket_views(torch.empty_like(flat_param.buffer))
+            *runs, _ = flat_param.line.bucket_views(torch.empty_like(flat_param.gathered.buffer))
             assert all(len(own) == 1 and own[0].is_contiguous() for own in runs)
 
 

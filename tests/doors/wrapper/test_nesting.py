@@ -34,7 +34,7 @@ def test_an_outer_wrapper_owns_the_remaining_parameters():
     """The inner wrapper owns its parameters and the outer one the rest; no parameter is owned twice."""
     model = nn.Sequential(nn.Linear(4, 6), FSDP(nn.Linear(6, 3)), nn.Linear(3, 2))
     model = FSDP(model)
-    own = {fqn: sum(fp.layout.numel for fp in unit.flat_params) for fqn, unit in units_below(model)}
+    own = {fqn: sum(fp.line.layout.numel for fp in unit.flat_params) for fqn, unit in units_below(model)}
     assert own == {"": (4 * 6 + 6) + (3 * 2 + 2), "1": 6 * 3 + 3}
     assert [name for name, _ in model.named_parameters()] == ["flat_param_0", "1.flat_param_0"]
 

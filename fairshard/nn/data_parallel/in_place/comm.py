@@ -78,7 +78,8 @@ class CommMethods(nn.Module):
         if not (factor > 0 and math.isfinite(factor)):
             raise ValueError(f"`factor` must be positive and finite, to divide gradients by, but is {factor!r}.")
         for flat_param in _routed(_unit_of(self), "set_gradient_divide_factor"):
-            flat_param.divide_by(Division(1.0, float(factor)))
+            flat_param.route.division = Division(1.0, float(factor))
+            flat_param.follow_route()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""

@@ -178,7 +178,7 @@ def fully_shard(
             mark_managed(managed)
         serve_state_dicts(unit, modules_of(member))
     watch_optimizers(flat_params, config)
-    watch_scalars(param for flat_param in flat_params for param in flat_param.registered)
+    watch_scalars(param for flat_param in flat_params for param in flat_param.shows.registered)
     for fqn, inner in units_below(tree):
         place(inner, fqn)
         inner.is_inner = inner is not unit

@@ -122,7 +122,8 @@ class GradMethods(StateMethods):
         self._claimed()
         for unit in [unit for _, unit in units_below(self)] if recursive else [self._unit]:
             for flat_param in unit.flat_params:
-                flat_param.divide_by(Division(float(pre), float(post)))
+                flat_param.route.division = Division(float(pre), float(post))
+                flat_param.follow_route()
 
 
 _LOW_PRECISION = {hook.__name__ for hook in LOW_PRECISION_HOOKS}  # PyTorch's hooks have the same names
