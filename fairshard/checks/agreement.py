@@ -125,7 +125,7 @@ def raise_together(comms: Iterable[Communicator], error: Exception | None) -> No
     A rank that raises alone would leave the others waiting in their next collective.
     """
     for comm in comms:
-        if comm.world_size > 1 and comm.is_real:
+        if comm.peers:
             kinds = (KeyError, TypeError, ValueError)
             kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
             every = comm.gather_objects(None if error is None else (kind, str(error)))

@@ -74,7 +74,7 @@ def _roots(module: nn.Module) -> dict[Root, str]:
 
 
 def _real(root: Root) -> list[Communicator]:
-    return [comm for comm in root.comms if comm.world_size > 1 and comm.is_real]
+    return [comm for comm in root.comms if comm.peers]
 
 
 def _key(fqn: str, comm: Communicator) -> str:

@@ -31,7 +31,7 @@ class NanCheck(Observer):
     def __init__(self, units: list[Unit], comms: Sequence[Communicator]) -> None:
         self.is_on = units[0].config.nan_check
         self._units = units
-        self._comms = [comm for comm in comms if comm.world_size > 1 and comm.is_real]
+        self._comms = [comm for comm in comms if comm.peers]
         self._names: list[str] = []
         self._flags: list[Tensor] = []
         self._has_warned = False

@@ -122,7 +122,7 @@ class OrderCheck(Observer):
             for unit, number in self._numbers.items()
             if _num_ranks(unit) > 1 and any(flat_param.has_elements for flat_param in unit.flat_params)
         }
-        self._comms = [comm for comm in comms if comm.world_size > 1 and comm.is_real]
+        self._comms = [comm for comm in comms if comm.peers]
         self._gathers = dict.fromkeys(self._comms, 0)  # a hash of the gathers that each group has seen
         own = {unit: unit.groups.communicators() for unit in units}
         self._group_of = {unit: own[unit].shard for unit in units}

@@ -144,7 +144,7 @@ def _difference(comms: Iterable[Communicator], has_found: bool) -> dict[int, boo
     found: dict[int, bool] = {}
     for comm in comms:  # all of them, also after a difference: the groups of other ranks may overlap
         own = [root for root in every_root() if comm in root.comms]
-        if not comm.is_real or not own:
+        if not comm.peers or not own:
             continue
         if any(root.join is not None for root in own):
             return {comm.rank: has_found}  # ranks that have run out of batches would not take part

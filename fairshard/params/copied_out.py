@@ -23,7 +23,7 @@ from fairshard.utils.collectives import UserGather
 from fairshard.utils.span import cut
 from fairshard.utils.storage import alloc_storage_, free_storage_
 from fairshard.utils.streams import now
-from fairshard.utils.transfers import Ready
+from fairshard.utils.transfers import Transfer
 
 _ALIGNMENT = 64
 """Bytes. Kernels compute other bits at an address that is not aligned like that of a tensor of its own, and slower."""
@@ -118,7 +118,7 @@ class CopiedOut(Gathered):
                 for each in self._together:
                     if each._is_to_copy:
                         each._copy_out()
-                        each.transfer = Ready(stream.record(), self._line)
+                        each.transfer = Transfer((stream.record(),), self._line)
             copies.keep(self._storage, stream.record())
 
     def wait(self) -> None:

@@ -75,7 +75,7 @@ def claim(module: nn.Module) -> Root:
     first = comms[units[0]]
     check_host_memory(first.replicas if first.shard.world_size == 1 and first.replicas else first.shard, units, device)
     for comm in distinct:
-        if comm.world_size > 1 and comm.is_real:
+        if comm.peers:
             on_host(comm)
     root = Root(
         next((comm for comm in reversed(distinct) if comm.world_size > 1), distinct[-1]).new_id(),

@@ -354,7 +354,7 @@ class Bucketer:
     def _has_ended(self) -> bool:
         """Whether the oldest bucket in flight is reduced: on an accelerator, whether its stream is that far."""
         bucket, transfer, done = self._flying[0]
-        return transfer.is_completed() if bucket.data.is_cpu else done.has_passed()
+        return transfer.is_completed() if bucket.data.is_cpu else done.is_completed()
 
     def _has_room(self, nbytes: int) -> bool:
         return not is_crowded(nbytes, [bucket.nbytes for bucket, _, _ in self._flying], self.bucket_cap_mb)

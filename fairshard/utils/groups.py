@@ -32,8 +32,9 @@ def communicator(group: ProcessGroup) -> Communicator:
 
 def on_host(comm: Communicator) -> Communicator:
     """The ranks of ``comm``, for tensors in host memory. **Collective** the first time."""
-    if backend_name(comm.group, _HOST) is None and comm.host is comm:
-        comm.connect_host(communicator(gloo_twin(comm.group)))
+    if backend_name(comm.group, _HOST) is None and comm.host_group is None:
+        comm.host_group = gloo_twin(comm.group)
+        communicator(comm.host_group)
     return comm.host
 
 

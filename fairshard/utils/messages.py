@@ -114,7 +114,7 @@ def exchange_parts(line: Tensor, to: Sequence[int], of: Sequence[int], group: Pr
 
 def agree(comm: Communicator, number: int, device: torch.device) -> bool:
     """Whether every rank of ``comm`` passed the same 63-bit ``number``. **Collective.**"""
-    if comm.world_size == 1 or not comm.is_real:
+    if not comm.peers:
         return True
     both = torch.tensor([number, -number], dtype=torch.int64, device=device)
     largest = comm.all_reduce(both, "max").wait()

@@ -84,7 +84,7 @@ class Event:
         if self.real is not None:
             current_stream(self.real.device).wait_event(self.real)
 
-    def has_passed(self) -> bool:
+    def is_completed(self) -> bool:
         """Whether `synchronize` would return immediately."""
         return self.real is None or bool(self.real.query())
 

@@ -49,7 +49,7 @@ class ConnectedGroups:
         used: dict[Communicator, bool] = {}
         for comm, one in zip(comms, stays, strict=True):
             used[comm] = used.get(comm, False) or one
-        self._used = {comm: one for comm, one in used.items() if comm.world_size > 1 and comm.is_real}
+        self._used = {comm: one for comm, one in used.items() if comm.peers}
         self._num_rounds: int | None = None
 
     @property

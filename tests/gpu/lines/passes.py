@@ -213,7 +213,7 @@ def device_hooks(is_small):
         "the current device": here.type == kind == devices.default_device_type(),
         "memory grows": held.nbytes <= grown <= devices.peak_memory(here),
         "random numbers repeat": torch.equal(first, again),
-        "a synchronised event has passed": event.has_passed(),
+        "a synchronised event has passed": event.is_completed(),
         "host memory can be pinned": can_register(here) == (kind == "cuda"),
     }
     broken = [name for name, is_so in holds.items() if not is_so]
