@@ -256,9 +256,9 @@ class Observation:
 
     # ---- events of shared objects
 
-    def _on_launch(self, method: Any, bucket: Bucket) -> None:
+    def _on_launch(self, method: Any, bucket: Bucket, *written: Any) -> None:
         self._report_of(bucket.sources, "reduce")
-        method(bucket)
+        method(bucket, *written)
 
     def _on_deliver(self, method: Any, bucket: Bucket, transfer: Transfer) -> None:
         self._report_of(bucket.sources, "reduce_wait")

@@ -58,8 +58,8 @@ def two_buckets(is_small):
     """Two buckets are under way at once while the reduce stream is late, and never more."""
     most, launch = [0], Bucketer.launch
 
-    def counted(self, bucket):
-        launch(self, bucket)
+    def counted(self, *bucket):
+        launch(self, *bucket)
         most[0] = max(most[0], len(self._flying))
 
     with mock.patch.object(Bucketer, "launch", counted), late(REDUCE):
