@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-from fairshard.checks.optimizer_check import check_gradients, stepped_of
+from fairshard.checks.optimizer_check import check_gradients
+from fairshard.checks.shards import stepped_of
 from fairshard.engine.root import every_root
 from fairshard.errors import LocalScalingError
 from fairshard.utils.collectives import Communicator

@@ -73,6 +73,10 @@ class FlatLine:
         """Memory of the whole parameters: ``buffer`` ``[W, S]``; the leaves point to it."""
         return Gathered(self.gather_of(buffer, comm), buffer, self.row_of(buffer), self.params_of(buffer))
 
+    @staticmethod
+    def join_gathers(flat_params: Sequence[Any]) -> None:
+        """Make those of ``flat_params``, all of one unit, share a gather whose lines can; here none."""
+
     def empty(self, world_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """New memory for a whole line of ``world_size`` rows."""
         return torch.empty(world_size, self.shard_numel, dtype=dtype, device=device)

@@ -28,7 +28,6 @@ from fairshard.setup.placement import check_host_memory, compute_device
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.dynamo import untraced
 from fairshard.utils.groups import communicator, on_host
-from fairshard.views.rows import join_gathers
 
 
 @untraced
@@ -101,7 +100,8 @@ def claim(module: nn.Module) -> Root:
                 flat_param.adopt_assigned()
                 check_param_dtype(unit.config, flat_param.shard.dtype, flat_param.name)  # the user may call `.half()`
             unit.materialize(root, root.shared, comms[unit], own_modules[unit])
-            join_gathers(unit.flat_params)
+            for join_gathers in {flat_param.line.join_gathers for flat_param in unit.flat_params}:
+                join_gathers(unit.flat_params)
             among = part_of(comms[unit].shard, unit.config.reshard_after_forward, unit.fqn)
             if among is not None:
                 unit.keep_parts(among)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +13,16 @@ from fairshard.errors import FairshardError
 from fairshard.params.flat_param import FlatParam
 from fairshard.setup.added_parameters import check_all_known
 from fairshard.utils.names import join
-from fairshard.views.shown_dtensors import ShownDTensors
 
 
 def adopt_changes(unit: Unit) -> None:
-    """Adopt moves and casts; split flat params whose parameters now differ in dtype or device."""
+    """Adopt moves and casts of a unit that registers DTensors; split flat params that now differ in dtype or device."""
     flat_params: list[FlatParam] = []
     for flat_param in unit.flat_params:
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, param in enumerate(flat_param.registered):
             kinds.setdefault((param.dtype, param.device), []).append(index)
-        if len(kinds) > 1 and isinstance(flat_param.shows, ShownDTensors):
+        if len(kinds) > 1:
             if any(param.is_meta for param in flat_param.registered):
                 flat_params.append(flat_param)  # some parameters have no memory yet
             else:
@@ -52,10 +52,9 @@ def adopt_all_changes(module: nn.Module, units: Sequence[Unit]) -> None:
 def connect(unit: Unit) -> None:
     """Connect unpickled DTensors of ``unit`` to its process groups."""
     groups = [group.resolve() for group in (unit.groups.replicas, unit.groups.shard) if group is not None]
-    for flat_param in unit.flat_params:
-        shown = flat_param.shows
-        if isinstance(shown, ShownDTensors):
-            shown.connect(*groups[-shown.mesh.ndim :])
+    for flat_param in unit.flat_params if unit.members is not None else ():
+        shown: Any = flat_param.shows  # DTensors
+        shown.connect(*groups[-shown.mesh.ndim :])
 
 
 def check_conversion(unit: Unit, fn: Callable[[Tensor], Tensor]) -> None:
@@ -107,8 +106,8 @@ def _check_memory(units: Sequence[Unit]) -> None:
     left = [
         slot.fqn
         for unit in units
+        if unit.members is not None
         for flat_param in unit.flat_params
-        if isinstance(flat_param.shows, ShownDTensors)
         for slot, param in zip(flat_param.slots, flat_param.registered, strict=True)
         if param.is_meta
     ]

@@ -74,6 +74,10 @@ class FlatLayout:
         """The blocks of the padding; they are zero in every transfer."""
         return [block for gap in self.gaps for block in rectangles(gap, self.shard_numel)]
 
+    def describe(self, index: int) -> str:
+        """Where parameter ``index`` lies, in words, if its size alone does not say that; equal on all ranks."""
+        return ""
+
     def pieces_of(self, rank: int) -> list[Piece]:
         """The pieces that rank ``rank`` owns, parameter by parameter."""
         return [piece for piece in self.pieces if piece.row == rank]

@@ -37,7 +37,8 @@ from fairshard.setup.late_changes import check_conversion
 from fairshard.setup.lines import PlacementFn, check_placement, loads_in
 from fairshard.setup.naming import place
 from fairshard.setup.sharding import check_not_sharded, shard_parameters
-from fairshard.state.full_params import Showing, is_shown, summon
+from fairshard.state.full_params import Showing, summon
+from fairshard.state.shown import is_shown
 from fairshard.utils.dynamo import breaks_graph
 from fairshard.utils.names import join
 
