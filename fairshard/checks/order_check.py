@@ -25,7 +25,6 @@ from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError
 from fairshard.params.flat_param import FlatParam
-from fairshard.settings.groups import UnitGroups
 from fairshard.utils.collectives import Communicator
 
 _MAX_NOTED = 1 << 15  # per step; without a limit, forwards with grad but no backward would accumulate forever
@@ -358,5 +357,5 @@ def _different_states(states: dict[int, dict[str, str]]) -> str:
 
 
 def _num_ranks(unit: Unit) -> int:
-    groups: UnitGroups = unit.groups
-    return groups.shard.world_size * (1 if groups.replicas is None else groups.replicas.world_size)
+    shard, replicas = unit.groups.shard, unit.groups.replicas
+    return int(shard.world_size * (1 if replicas is None else replicas.world_size))

@@ -122,6 +122,32 @@ def communicates(group: ProcessGroup, device: torch.device) -> bool:
     return backend_name(group, device) not in (None, "gloo", "mpi", "fake", "threaded")
 
 
+_parts: "weakref.WeakKeyDictionary[ProcessGroup, dict[int, ProcessGroup]]" = weakref.WeakKeyDictionary()
+
+
+def part_of(comm: Communicator, size: bool | int, fqn: str) -> Communicator | None:
+    """The group of ``size`` consecutive ranks of ``comm`` with this rank; None for a bool, one rank, or all ranks.
+
+    **Collective** on the first use of a size.
+
+    Raises:
+        ValueError: ``size`` does not divide the number of ranks.
+    """
+    if isinstance(size, bool) or comm.world_size in (1, size):
+        return None
+    if comm.world_size % size:
+        raise ValueError(
+            f"`reshard_after_forward` must divide the number of ranks, {comm.world_size}, but is {size} for unit "
+            f"`{fqn or 'root'}`. Pass a divisor, or True."
+        )
+    known = _parts.setdefault(comm.group, {})
+    if size not in known:
+        ranks = dist.get_process_group_ranks(comm.group)
+        first = comm.rank - comm.rank % size
+        known[size] = subgroup(ranks[first : first + size], comm.group)
+    return communicator(known[size])
+
+
 _host_groups: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
 
 
