@@ -17,9 +17,9 @@ from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError
 from fairshard.params.flat_param import FlatParam
+from fairshard.utils.agree import agree
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.groups import communicator
-from fairshard.utils.messages import agree
 from fairshard.utils.names import join
 from fairshard.utils.user_line import level_of_user
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,6 @@ from fairshard.engine.tree import modules_of, unit_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, RanksDisagreeError
 from fairshard.extras.observe.profile_regions import ProfileStart
-from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.setup.late_changes import adopt_all_changes, connect
 from fairshard.setup.loads import forget_loads
 from fairshard.setup.naming import place
@@ -160,13 +160,13 @@ def _check_agreement(
 
 def _comms_of_dtensors(units: Iterable[Unit]) -> list[Communicator]:
     """With ``nan_check``, communicators of the meshes of parameters that were DTensors: their ranks must raise too."""
-    slots = [
+    slots: list[Any] = [
         slot
         for unit in units
         if unit.config.nan_check
         for flat_param in unit.flat_params
         for slot in flat_param.slots
-        if isinstance(slot, DTensorSlot)
+        if slot.has_mesh
     ]
     meshes = dict.fromkeys(slot.spec.mesh for slot in slots)
     return list(dict.fromkeys(communicator(mesh.get_group(dim)) for mesh in meshes for dim in range(mesh.ndim)))

@@ -53,7 +53,7 @@ CAUGHT = {
     "utils.reduce_scatter_bucketer:ChunkBucket.reduce:wait": "bucketer",
     "utils.transfers:Chain.wait:wait": "fully_shard-hybrid@4",
     "utils.transfers:Chain.wait:wait-2": "fully_shard-hybrid@4",
-    "utils.messages:agree:wait": "wrapper-bf16-device",
+    "utils.agree:agree:wait": "wrapper-bf16-device",
     "utils.collectives:RowGather.start:record": "hybrid",
     "utils.transfers:wait_all:wait": "wrapper-bf16-device",
     "utils.custom_comms:CustomGather.start:record": "own-comms-few@4",

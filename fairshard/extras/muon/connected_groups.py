@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from fairshard.errors import RanksDisagreeError
+from fairshard.utils.agree import agree
 from fairshard.utils.collectives import Communicator
-from fairshard.utils.messages import agree
 
 Group = frozenset[int]
 _Problem = tuple[bool, str]
