@@ -70,13 +70,16 @@ def inner_nodes(node: Any, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     The second list leaves out nodes that are ``given``, and nodes of leaves unless there are no others; if nothing is
     left, it is the first list.
     """
-    nodes = _nodes_before(node)
-    own = [one for one in nodes if one not in given]
-    return nodes, [one for one in own if type(one) is not _ACCUMULATION] or own or nodes
-
-
-def _nodes_before(node: Any) -> list[Any]:
-    return [one for one, _ in node.next_functions if one is not None]
+    nodes: list[Any] = []
+    inside: list[Any] = []
+    leaves: list[Any] = []
+    for one, _ in node.next_functions:  # comprehensions are calls before Python 3.12
+        if one is not None:
+            nodes += (one,)
+        if one is not None and one not in given:
+            own = leaves if type(one) is _ACCUMULATION else inside
+            own += (one,)
+    return nodes, inside or leaves or nodes
 
 
 def is_custom(node: Any) -> bool:
@@ -95,7 +98,7 @@ def has_custom_node(nodes: Sequence[Any], oldest: int) -> bool:
         if node._sequence_nr() >= oldest:
             if is_custom(node):
                 return True
-            new = set(_nodes_before(node)) - seen
+            new = {one for one, _ in node.next_functions if one is not None} - seen
             seen |= new
             waiting += new
     return False

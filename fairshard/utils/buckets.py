@@ -151,7 +151,7 @@ class Bucket:
 
     def write(self, index: int, zeros: bool = False) -> bool:
         """Make the source at ``index`` write its gradients, or ``zeros``; returns whether the bucket is complete."""
-        if not self.is_open:
+        if len(self.missing) == len(self.sources):
             alloc_storage_(self.data)
         self._columns[index].zero_() if zeros else self._writers[index].write()
         self.missing.discard(index)
@@ -243,6 +243,7 @@ class Bucketer:
     def __init__(self, bucket_cap_mb: float = 25, stream: Stream | None = None) -> None:
         self.bucket_cap_mb = bucket_cap_mb
         self._stream = stream or Stream(torch.device("cpu"))
+        self._order: list[tuple[GradSource, Communicators]] = []
         self._place: dict[GradSource, tuple[Bucket, int]] = {}
         self._flying: deque[tuple[Bucket, Transfer, Event]] = deque()
         self.due: list[tuple[Bucket, Event]] = []  # complete at an event; sent after the next gather
@@ -251,12 +252,12 @@ class Bucketer:
 
     def plan(self, order: Sequence[GradSource]) -> None:
         """Plan buckets for the gradients of ``order``, in that order; repeating the last plan costs nothing."""
-        planned = [(source, bucket.comms) for source, (bucket, _) in self._place.items()]
-        if planned == [(source, source.comms) for source in order]:
+        expected = [(source, source.comms) for source in order]
+        if self._order == expected:
             return
+        self._order = expected
         buckets = [sources[0].bucket_kind(sources) for sources in pack(order, self.bucket_cap_mb)]
-        found = {source: (bucket, index) for bucket in buckets for index, source in enumerate(bucket.sources)}
-        self._place = {source: found[source] for source in order}
+        self._place = {source: (bucket, index) for bucket in buckets for index, source in enumerate(bucket.sources)}
 
     def reduce(self, source: GradSource, yields: bool = False) -> None:
         """Write the gradients of ``source`` to its bucket, and send the bucket if it is complete.
@@ -299,7 +300,7 @@ class Bucketer:
         """Send all waiting buckets, full or not, and wait for all sums; raise what a user's hook has raised."""
         self.send_due()
         flying = [bucket for bucket, _, _ in self._flying]
-        for bucket in dict.fromkeys(bucket for bucket, _ in self._place.values()):
+        for bucket in dict.fromkeys([bucket for bucket, _ in self._place.values()]):
             if bucket.is_open and bucket not in flying:
                 self.launch(bucket)
         while self._flying:
