@@ -245,7 +245,7 @@ class Bucketer:
         self._stream = stream or Stream(torch.device("cpu"))
         self._order: list[tuple[GradSource, Communicators]] = []
         self._place: dict[GradSource, tuple[Bucket, int]] = {}
-        self._flying: deque[tuple[Bucket, Transfer, Event]] = deque()
+        self._flying: deque[tuple[Bucket, Transfer]] = deque()
         self.due: list[tuple[Bucket, Event]] = []  # complete at an event; sent after the next gather
         self.drops = False  # send zeros instead of gradients, and drop the sums
         self._error: Exception | None = None  # of a user's hook: raised by `drain`, when all ranks have sent all
@@ -279,7 +279,7 @@ class Bucketer:
         bucket, index = self._place.get(source, (None, 0))
         if bucket is None or index not in bucket.missing:
             bucket, index = source.bucket_kind([source]), 0
-        while self._flying and (self._has_ended() or not (bucket.is_open or self._has_room(bucket.nbytes))):
+        while self._flying and (self._flying[0][1].is_completed() or self._is_crowded(bucket)):
             self._land()
         if not bucket.write(index, zeros=self.drops):
             return
@@ -299,7 +299,7 @@ class Bucketer:
     def drain(self) -> None:
         """Send all waiting buckets, full or not, and wait for all sums; raise what a user's hook has raised."""
         self.send_due()
-        flying = [bucket for bucket, _, _ in self._flying]
+        flying = [bucket for bucket, _ in self._flying]
         for bucket in dict.fromkeys([bucket for bucket, _ in self._place.values()]):
             if bucket.is_open and bucket not in flying:
                 self.launch(bucket)
@@ -314,9 +314,8 @@ class Bucketer:
         self.due.clear()
         self._error = None
         while self._flying:
-            bucket, transfer, done = self._flying.popleft()
+            bucket, transfer = self._flying.popleft()
             transfer.wait()
-            done.wait()
             bucket.close()
         for bucket, _ in self._place.values():
             bucket.close()
@@ -339,12 +338,13 @@ class Bucketer:
         self._stream.wait(written or now(bucket.data.device))
         with self._stream.use():
             transfer = bucket.launch()
-            try:
-                if not bucket.data.is_cpu:  # ordered by the stream: delivery is queued now, and the host never waits
-                    self.deliver(bucket, transfer)
-                    transfer.result = None  # its memory is needed no more; the stream keeps the order
-            finally:  # also if a user's hook raises: `reset` waits for it
-                self._flying.append((bucket, transfer, self._stream.record()))
+            if bucket.data.is_cpu:
+                self._flying.append((bucket, transfer))
+                return
+            try:  # ordered by the stream: delivery is queued now, and the host never waits
+                self.deliver(bucket, transfer)
+            finally:
+                self._flying.append((bucket, Transfer((self._stream.record(),))))
 
     def deliver(self, bucket: Bucket, transfer: Transfer) -> None:
         """Wait for ``transfer``, and pass its result to the sources of ``bucket``."""
@@ -356,18 +356,16 @@ class Bucketer:
             except Exception as error:  # of a hook: the other ranks wait for what this one still has to send
                 self._error = error
 
-    def _has_ended(self) -> bool:
-        """Whether the oldest bucket in flight is reduced: on an accelerator, whether its stream is that far."""
-        bucket, transfer, done = self._flying[0]
-        return transfer.is_completed() if bucket.data.is_cpu else done.is_completed()
-
-    def _has_room(self, nbytes: int) -> bool:
-        return not is_crowded(nbytes, [bucket.nbytes for bucket, _, _ in self._flying], self.bucket_cap_mb)
+    def _is_crowded(self, bucket: Bucket) -> bool:
+        """Whether ``bucket`` has no memory yet, and must wait for it."""
+        flying = [each.nbytes for each, _ in self._flying]
+        return not bucket.is_open and is_crowded(bucket.nbytes, flying, self.bucket_cap_mb)
 
     def _land(self) -> None:
         """Finish the oldest bucket in flight."""
-        bucket, transfer, done = self._flying.popleft()
+        bucket, transfer = self._flying.popleft()
         if bucket.data.is_cpu:
             self.deliver(bucket, transfer)
-        done.wait()  # invariant: the bucket's memory is not reused before the reduce stream has read it
+        else:
+            transfer.wait()  # invariant: the bucket's memory is not reused before the reduce stream has read it
         bucket.close()

@@ -115,7 +115,6 @@ EXCUSED = {
     "utils.messages:Poll.answer:wait": HOST,
     "utils.messages:exchange_runs:wait": HOST,
     "utils.buckets:Bucketer.reset:wait": FAILED,
-    "utils.buckets:Bucketer.reset:wait-2": FAILED,
     "utils.sharded_tensors:_gathered:wait": HOST,
     "checks.watchdog:Watchdog._serve:wait": THREAD,
     "checks.watchdog:Watchdog.explain:wait": THREAD,
