@@ -38,7 +38,8 @@ def on_host(comm: Communicator) -> Communicator:
     return comm.host
 
 
-_groups_of_one: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
+_Groups = weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]
+_groups_of_one = _Groups()
 
 
 def group_of_one() -> ProcessGroup:
@@ -148,41 +149,34 @@ def part_of(comm: Communicator, size: bool | int, fqn: str) -> Communicator | No
     return communicator(known[size])
 
 
-_host_groups: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
+_host_groups, _copy_groups = _Groups(), _Groups()
 
 
-@explained
 def host_group() -> ProcessGroup | None:
     """A separate gloo group of all ranks for work beside training. **Collective** on the first call.
 
     None if torch.distributed is not initialised: then there is one process. It has the timeout of the default group;
     ranks that may work longer than others meanwhile send messages (see ``checkpoint/agreement.py``).
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    world = default_group()
-    found = _host_groups.get(world)
-    if found is None:
-        found = _host_groups[world] = dist.new_group(backend="gloo", timeout=timeout_of(world))
-    return found
+    return _gloo_group(_host_groups)
 
 
-_copy_groups: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
-
-
-@explained
 def copy_group() -> ProcessGroup | None:
     """As `host_group`, for copies in memory, which do not wait for a save. **Collective** on the first call.
 
     It keeps the timeout of the default group: no rank writes to a disk between its messages.
     """
+    return _gloo_group(_copy_groups)
+
+
+@explained
+def _gloo_group(known: _Groups) -> ProcessGroup | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     world = default_group()
-    found = _copy_groups.get(world)
-    if found is None:
-        found = _copy_groups[world] = dist.new_group(backend="gloo", timeout=timeout_of(world))
-    return found
+    if world not in known:
+        known[world] = dist.new_group(backend="gloo", timeout=timeout_of(world))
+    return known[world]
 
 
 def fail_at_once(group: ProcessGroup | None) -> None:
