@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 from fairshard.engine.exchange import ASSUMED, DIFFERENT, DOUBTFUL, PROBLEM, Answers, Peers, agree_on
 from fairshard.engine.record import CallRecord, Pass, Sight
@@ -36,8 +37,7 @@ class Calls:
     """The calls of the passes that await a backward, and what follows from them alone.
 
     Attributes:
-        key: everything that the other attributes were built from.
-        units: of all models that the passes go through; their positions are their numbers in the schedule.
+        key: everything that the other attributes were built from; keeps no model alive.
         places: the place of each call.
         events: as in `Pass.events`, but numbered across all passes.
         empty: calls of units without elements; they may differ between ranks, and are in no schedule.
@@ -45,7 +45,6 @@ class Calls:
     """
 
     key: Any
-    units: list[Unit] = field(default_factory=list)
     places: list[CallPlace] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     empty: set[int] = field(default_factory=set)
@@ -59,7 +58,6 @@ class Last:
 
     calls: Calls
     schedule: Schedule = field(default_factory=Schedule)
-    listed: frozenset[Unit] = frozenset()
     key: Any = None
 
 
@@ -68,6 +66,7 @@ class Plan:
 
     Attributes:
         calls: the recorded calls, in the order of their numbers in the schedule.
+        units: those of the models; their positions are their numbers in the schedule.
         own: what this rank reaches.
         own_segments: the checkpoints that this rank runs again.
         stops: for each step of the schedule, 1 if it is a mark that this rank's autograd has to pass.
@@ -82,10 +81,10 @@ class Plan:
         self.calls = [call for one in passes for call in one.calls]
         for index, call in enumerate(self.calls):
             call.index = index
+        self.units = [unit for root in roots for unit in root.units]
         self._known = self._known_calls()
-        self.units = self._known.units
         self.own, self.own_segments = Answers(), set[int]()
-        self.schedule, self.listed = Schedule(), frozenset[Unit]()
+        self.schedule, self.listed = Schedule(), set[Unit]()
         self.stops: Sequence[int] = ()
         self.reached: list[Any] = []
         self.resident = b""  # for each unit, whether it is gathered on all ranks
@@ -158,19 +157,19 @@ class Plan:
     def _known_calls(self) -> Calls:
         """`Calls` of the passes; those of the last backward if nothing has changed."""
         key = (
-            [[call.unit for call in one.calls] for one in self._passes],
+            [[ref(call.unit) for call in one.calls] for one in self._passes],
             [[call.segment for call in one.calls] for one in self._passes],
             [one.events for one in self._passes],
             [one.is_common for one in self._passes],
-            [(root, root.is_common) for root in self._roots],
+            [(ref(root), root.is_common) for root in self._roots],
         )
         self._last = next((last for last in self._kept if last.calls.key == key), None) or Last(self._new_calls(key))
         self._kept[:] = [self._last, *(last for last in self._kept if last is not self._last)][:_MAX_KEPT]
         return self._last.calls
 
     def _new_calls(self, key: Any) -> Calls:
-        made = Calls(key, [unit for root in self._roots for unit in root.units])
-        number = {unit: index for index, unit in enumerate(made.units)}
+        made = Calls(key)
+        number = {unit: index for index, unit in enumerate(self.units)}
         num_segments = 0
         for forward, one in enumerate(self._passes):
             start = len(made.places)
@@ -189,12 +188,12 @@ class Plan:
         return made
 
     def _peers_of(self, comm: Communicator, made: Calls) -> Peers:
-        talks = [comm in unit.root.comms_of[unit] and unit.has_shards for unit in made.units]
+        talks = [comm in unit.root.comms_of[unit] and unit.has_shards for unit in self.units]
         common = [one.is_common for one in self._passes]
         calls = [call for call, place in enumerate(made.places) if talks[place.unit] and common[place.forward]]
         leaves: list[int] = []
         start = 0
-        for unit, is_talking in zip(made.units, talks, strict=True):
+        for unit, is_talking in zip(self.units, talks, strict=True):
             stop = start + sum(len(flat_param.slots) for flat_param in unit.flat_params)
             leaves += range(start, stop) if is_talking else ()
             start = stop
@@ -301,17 +300,18 @@ class Plan:
         """Build the schedule, or reuse that of the last backward if nothing has changed."""
         owed, last = self._note_owed(agreed.leaves), self._last
         rules = [  # all that `_rule` looks at
-            (unit.unshard_in_backward, unit.rule, unit.keeps, unit.is_outermost, unit.prefetch.ahead_in_backward)
+            (unit.unshard_in_backward, unit.rule, unit.keeps, unit.is_outermost, ahead and [*map(ref, ahead)])
             for unit in self.units
+            for ahead in (unit.prefetch.ahead_in_backward,)
         ]
         resident = self.resident or bytes(map(holds_for_all, self.units))
         key = self._known, agreed.calls, resident, owed, rules
         if last.key != key:
             ruled = tuple(map(self._rule, self.units))
             last.schedule = build(self._known.events, self._known.places, agreed.calls, resident, owed, ruled)
-            last.listed = frozenset(self.units[step.unit] for step in last.schedule.steps)
             last.key = key
-        self.schedule, self.listed = last.schedule, last.listed
+        self.schedule = last.schedule
+        self.listed = {self.units[number] for number in self.schedule.units}
 
     def _note_owed(self, leaves: bytearray) -> bytes:
         """Record in each flat param which parameters have gradients on any rank; returns which units have any."""

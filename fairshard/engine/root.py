@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -481,6 +481,14 @@ class Root:
         for each in self.units:
             each.begin_pass()
         self.shared.await_step()
+
+    def adopt_passes(self, before: Collection[Root]) -> None:
+        """Keep the passes that models ``before`` have begun at units which have joined this one."""
+        joined = [one for old in before for one in old.record.passes if one.calls[0].unit.root is self]
+        for old in before:
+            old.record.passes = [one for one in old.record.passes if one not in joined]
+        for one in sorted(joined, key=_PLACE):
+            self.record.add(one, one.place)
 
     def announce(self, unit: Unit, in_backward: bool) -> None:
         """``unit`` is gathered next."""

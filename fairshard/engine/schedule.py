@@ -83,6 +83,11 @@ class Schedule:
     yields: set[int] = field(default_factory=set)
 
     @cached_property
+    def units(self) -> set[int]:
+        """The units that any step is for; for complete schedules."""
+        return {step.unit for step in self.steps}
+
+    @cached_property
     def sends(self) -> list[int]:
         """The units whose gradients are sent, in order; for complete schedules."""
         return [step.unit for step in self.steps if step.kind is Kind.SEND]

@@ -13,13 +13,13 @@ from torch import nn
 from fairshard.checks.agreement import ValuesCheck, check_agreement, raise_together
 from fairshard.checks.nan_check import NanCheck
 from fairshard.checks.order_check import OrderCheck, check_settings
+from fairshard.checks.profile_regions import ProfileStart
 from fairshard.checks.usage import UsageCheck
 from fairshard.engine.root import Root
 from fairshard.engine.shared import Shared
 from fairshard.engine.tree import modules_of, unit_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, RanksDisagreeError
-from fairshard.extras.observe.profile_regions import ProfileStart
 from fairshard.setup.late_changes import adopt_all_changes, connect
 from fairshard.setup.loads import forget_loads
 from fairshard.setup.naming import place
@@ -41,9 +41,9 @@ def claim(module: nn.Module) -> Root:
             `RanksDisagreeError` on all.
     """
     found = units_below(module)
-    for _, unit in found:
-        if unit.root is not None:
-            unit.root.assert_idle("forward of an outer unit")
+    before = dict.fromkeys(unit.root for _, unit in found if unit.root is not None)
+    for old in before:
+        old.assert_idle("forward of an outer unit")
     for fqn, unit in found:
         unit.unpin()
         place(unit, fqn)
@@ -105,6 +105,7 @@ def claim(module: nn.Module) -> Root:
             if among is not None:
                 unit.keep_parts(among)
             unit.prefetch.choose_among(units)
+    root.adopt_passes(before)
     return root
 
 

@@ -127,7 +127,7 @@ def whole_square(grad):
     """The sum of squares of a gradient, from its shards on all ranks."""
     square = (grad.to_local() if isinstance(grad, DTensor) else grad).square().sum().to(rank_device())
     dist.all_reduce(square)
-    return square.cpu()
+    return square
 
 
 @on_ranks(2)

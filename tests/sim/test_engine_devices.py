@@ -151,8 +151,8 @@ def test_a_second_stream_is_refused():
     """A forward on another stream than that of the first one raises, naming both; the first stream works on."""
     model = fully_shard(nn.Linear(4, 4))
     own, other = torch.Stream("sim"), torch.Stream("sim")
-    own.wait_stream(torch.accelerator.current_stream())
     x = torch.ones(2, 4)
+    own.wait_stream(torch.accelerator.current_stream())
     with own:
         model(x).sum().backward()
     for stream in (other, contextlib.nullcontext()):

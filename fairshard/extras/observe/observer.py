@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fairshard.checks.method_tap import Around, tap
 from fairshard.engine.root import Root
 from fairshard.engine.tree import units_to
 from fairshard.engine.unit import Unit
-from fairshard.extras.observe.method_tap import Around, tap
 from fairshard.extras.observe.unit_event import END, Phase, UnitEvent
 from fairshard.utils.buckets import Bucket, GradSource, Hook
 from fairshard.utils.transfers import Transfer

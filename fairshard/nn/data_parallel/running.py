@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.autograd import profiler
 
+from fairshard.checks.profile_regions import follow_profiler, open_regions
 from fairshard.engine.forward import call_in
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
-from fairshard.extras.observe.profile_regions import follow_profiler, open_regions
 from fairshard.setup.added_parameters import check_added, has_changed
 from fairshard.setup.around import refuse_ddp
 from fairshard.setup.claim import check_complete, claim

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
+from fairshard.checks import method_tap
 from fairshard.engine.tree import units_below
-from fairshard.extras.observe import method_tap
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import comm_hooks, observe
 from fairshard.optim import CPUOptimizer

@@ -12,11 +12,11 @@ from typing import Any
 from torch.autograd import profiler
 from torch.profiler import record_function
 
+from fairshard.checks.method_tap import tap
 from fairshard.engine.call_hooks import Probe
 from fairshard.engine.observer import Observer
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
-from fairshard.extras.observe.method_tap import tap
 from fairshard.utils.buckets import Bucket, GradSource, Hook
 from fairshard.utils.transfers import Transfer
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fairshard.extras.observe.profile_regions import open_regions
+from fairshard.checks.profile_regions import open_regions
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard, observe
 from tests.models import mlp

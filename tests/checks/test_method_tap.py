@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from fairshard.extras.observe.method_tap import tap
+from fairshard.checks.method_tap import tap
 
 
 class Adder:
