@@ -25,7 +25,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # `python -m tests.kit.gauge MODULE` prints. A limit may only fall: lower it in the commit that makes the code smaller.
 LIMITS = {
     "fairshard.engine.root": Figures(statements=4120, branches=1329, shared=115, flags=66),
-    "fairshard.nn.data_parallel.running": Figures(statements=5785, branches=1973, shared=135, flags=78, patches=1),
+    "fairshard.nn.data_parallel.running": Figures(statements=5741, branches=1951, shared=135, flags=78, patches=1),
 }
 
 UTILS = "fairshard.utils"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fairshard.checks.agreement import raise_together
-from fairshard.engine.tree import attribute_paths, is_wrapper, modules_of, paths_of, walk
+from fairshard.engine.tree import is_wrapper, modules_of, paths_of, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, MixedGroupsError, TrainingStateError
 from fairshard.settings.state_dicts import FullStateDictConfig, StateDictConfig, StateDictType
@@ -318,7 +318,7 @@ def _with_metadata(wrapper: nn.Module, state: Mapping[str, Any]) -> Any:
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
         fqns = {id(module): clean_tensor_name(fqn) for fqn, module in walk(wrapper)}
-        own = {name: metadata.get(fqns[id(module)], {}) for name, module in attribute_paths(wrapper)}
+        own = {name: metadata.get(fqns[id(module)], {}) for name, module in _module_paths(wrapper)}
         copied._metadata = {name: dict(versions) for name, versions in own.items()}  # torch adds to them
     return copied
 
@@ -327,3 +327,14 @@ def _cleaned(text: str, loadings: Iterable[Loading]) -> str:
     for loading in reversed(list(loadings)):
         text = loading.clean(text)
     return re.sub(r"(?<!\w)(_orig_mod|_checkpoint_wrapped_module)\.", "", text)
+
+
+def _module_paths(module: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """Like `walk`, but with the path of attributes to each module, which has ``module`` in it for each wrapper."""
+    seen = set() if seen is None else seen
+    if id(module) not in seen:
+        seen.add(id(module))
+        yield path, module
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from _module_paths(child, join(path, name), seen)

@@ -18,9 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fairshard.checks.method_tap import Around, tap
 from fairshard.engine.root import Root
-from fairshard.engine.tree import units_to
 from fairshard.engine.unit import Unit
 from fairshard.extras.observe.unit_event import END, Phase, UnitEvent
+from fairshard.setup.arguments import units_to
 from fairshard.utils.buckets import Bucket, GradSource, Hook
 from fairshard.utils.transfers import Transfer
 

@@ -30,9 +30,9 @@ from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecisio
 from fairshard.settings.groups import Groups, find_groups
 from fairshard.settings.resolve import late_options, offload_of, resolve
 from fairshard.setup.construction import make_ready, resolve_construction
+from fairshard.setup.conversion import check_conversion
 from fairshard.setup.ignored import resolve_ignored
 from fairshard.setup.inner_state import refuse_inner_states
-from fairshard.setup.late_changes import check_conversion
 from fairshard.setup.lines import PlacementFn, check_placement
 from fairshard.setup.loads import loads_in
 from fairshard.setup.naming import place
