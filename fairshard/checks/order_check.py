@@ -152,7 +152,6 @@ class OrderCheck(Observer):
 
     def pass_begins(self, unit: Unit, is_trained: bool) -> None:
         """A pass through the model starts; it is not compared if ranks may run different passes, as in ``join``."""
-        watch(self)
         self.has_begun = True
         if is_trained and not self.in_join and self._units[0].root.is_common:
             self.noted = self._trained

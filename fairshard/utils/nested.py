@@ -29,11 +29,9 @@ def apply_to_tensors(fn: Callable[[Tensor], Any], container: Any) -> Any:
         return container
     if isinstance(container, PackedSequence):
         return PackedSequence(fn(container.data), *container[1:])
-    if isinstance(container, tuple):
+    if isinstance(container, (tuple, list, set, frozenset)):
         values = [apply_to_tensors(fn, value) for value in container]
         return type(container)(*values) if hasattr(container, "_fields") else type(container)(values)
-    if isinstance(container, (list, set, frozenset)):
-        return type(container)([apply_to_tensors(fn, value) for value in container])
     if isinstance(container, Mapping):
         return _map_dict(fn, container)
     if dataclasses.is_dataclass(container) and not isinstance(container, type):
