@@ -28,6 +28,7 @@ from fairshard.params.rule import GradHome
 from fairshard.params.slot import ParamSlot
 from fairshard.params.versions import count_writes
 from fairshard.settings.config import UnitConfig
+from fairshard.utils import before_step
 from fairshard.utils.dynamo import untraced
 from fairshard.utils.user_line import level_of_user
 from fairshard.views.shown_extended import ShownExtended
@@ -61,6 +62,7 @@ def watch_copy(unit: Unit) -> None:
 def _install() -> None:
     global _is_installed
     if not _is_installed:
+        before_step.install()  # first: a background save reads what this step changes, and `_before_step` counts writes
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
         _is_installed = True
