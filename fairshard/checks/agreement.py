@@ -16,16 +16,12 @@ from fairshard.engine.root import Root
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError
-from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.flat_param import FlatParam
+from fairshard.utils.agree import agree
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.groups import communicator
-from fairshard.utils.messages import agree
 from fairshard.utils.names import join
-from fairshard.utils.ragged_layout import RaggedLayout
 from fairshard.utils.user_line import level_of_user
-from fairshard.views.shown_dtensors import ShownDTensors
-from fairshard.views.shown_extended import ShownExtended
 
 
 def check_agreement(
@@ -125,7 +121,7 @@ def raise_together(comms: Iterable[Communicator], error: Exception | None) -> No
     A rank that raises alone would leave the others waiting in their next collective.
     """
     for comm in comms:
-        if comm.world_size > 1 and comm.is_real:
+        if comm.peers:
             kinds = (KeyError, TypeError, ValueError)
             kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
             every = comm.gather_objects(None if error is None else (kind, str(error)))
@@ -159,18 +155,12 @@ def _describe(unit: Unit) -> list[str]:
     lines += [f"{place}, gathered ahead in {name}: {[u.fqn for u in units]}" for name, units in ahead.items() if units]
     lines += [
         f"{place}, parameter `{slot.fqn}`: {tuple(slot.shape)} {flat_param.shard.dtype}, "
-        f"{'trainable' if flat_param.requires_grad else 'frozen'}{_describe_cut(flat_param, index)}"
+        f"{', '.join(filter(None, (_state_of(flat_param), flat_param.shows.describe(index))))}"
         for flat_param in unit.flat_params
         for index, slot in enumerate(flat_param.slots)
     ]
     return lines
 
 
-def _describe_cut(flat_param: FlatParam, index: int) -> str:
-    shows, layout = flat_param.shows, flat_param.line.layout
-    if not isinstance(shows, ShownDTensors):
-        return f", {layout.describe(index)}" if isinstance(layout, RaggedLayout) else ""
-    slot = flat_param.slots[index]
-    kind = f", a {shows.class_name}" if isinstance(shows, ShownExtended) else ""
-    placed = f", a DTensor of {slot.spec.placements}" if isinstance(slot, DTensorSlot) else ""
-    return f"{kind}, {shows.describe(index)}{placed}"
+def _state_of(flat_param: FlatParam) -> str:
+    return "trainable" if flat_param.requires_grad else "frozen"

@@ -17,9 +17,9 @@ from torch import nn
 from fairshard.checks.order_check import OrderCheck, difference_among
 from fairshard.engine.root import Root
 from fairshard.engine.tree import unit_of, walk
+from fairshard.utils.agree import agree
 from fairshard.utils.collectives import Communicator, gather_objects
 from fairshard.utils.groups import on_host
-from fairshard.utils.messages import agree
 
 Histories = dict[str, tuple[int, ...]]
 """For each model and group of ranks, numbers that must be the same on these ranks; see `Root.history`."""
@@ -74,7 +74,7 @@ def _roots(module: nn.Module) -> dict[Root, str]:
 
 
 def _real(root: Root) -> list[Communicator]:
-    return [comm for comm in root.comms if comm.world_size > 1 and comm.is_real]
+    return [comm for comm in root.comms if comm.peers]
 
 
 def _key(fqn: str, comm: Communicator) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fairshard.engine.observer import Observer
 from fairshard.engine.root import Root
@@ -15,7 +16,6 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import NonFiniteGradientError
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.collectives import Communicator
-from fairshard.utils.dtensors import memory_of
 from fairshard.utils.user_line import level_of_user
 
 _MAX_NAMED = 4
@@ -31,7 +31,7 @@ class NanCheck(Observer):
     def __init__(self, units: list[Unit], comms: Sequence[Communicator]) -> None:
         self.is_on = units[0].config.nan_check
         self._units = units
-        self._comms = [comm for comm in comms if comm.world_size > 1 and comm.is_real]
+        self._comms = [comm for comm in comms if comm.peers]
         self._names: list[str] = []
         self._flags: list[Tensor] = []
         self._has_warned = False
@@ -116,5 +116,7 @@ def _bad_runs(flat_param: FlatParam) -> list[str]:
 
 
 def _is_finite(grad: Tensor) -> Tensor:
-    values = memory_of(grad.detach())  # an operator on DTensors could wait for other ranks
+    values = grad.detach()
+    if isinstance(values, DTensor):
+        values = values._local_tensor  # an operator on DTensors could wait for other ranks
     return torch.isfinite(values.coalesce().values() if values.is_sparse else values).all()

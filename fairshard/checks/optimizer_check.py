@@ -17,33 +17,27 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fairshard.checks.block_state import check_blocks
 from fairshard.checks.order_check import OrderCheck
+from fairshard.checks.shards import add_copies, add_copy, add_shards, num_added, originals, shard_of
 from fairshard.engine.root import Root, every_root
 from fairshard.engine.unit import Unit
 from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimizerError, TrainingStateError
-from fairshard.params.extended_slot import ExtendedSlot
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.rule import GradHome
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.config import UnitConfig
+from fairshard.utils import before_step
 from fairshard.utils.dynamo import untraced
 from fairshard.utils.user_line import level_of_user
 from fairshard.views.shown_extended import ShownExtended
 
-# Original parameters, which are leaves of a unit now.
-_sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# Parameters that are shards. By `id`: `module.to` converts DTensors in place only if they have no weak references.
-_shards: dict[int, tuple[weakref.ref[Any], GradHome]] = {}
 # Optimizers that passed the check: how many parameters were sharded then, and how many the optimizer had; and what
 # `_shards_of` returns.
 _clean: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[tuple[Tensor, Tensor]]]]
 _clean = weakref.WeakKeyDictionary()
 _fetchers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_copies: weakref.WeakSet[Unit] = weakref.WeakSet()  # units made by deepcopy or unpickling that are not watched yet
-_num_sharded = 0
 _is_installed = False
 
 _NEEDS_SHAPES = {
@@ -55,70 +49,28 @@ _NEEDS_WHOLE = {"LBFGS"}
 
 def watch_optimizers(flat_params: Sequence[FlatParam], config: UnitConfig) -> None:
     """From now on, check each optimizer that holds shards or original parameters of ``flat_params``."""
-    global _num_sharded
-    for flat_param in flat_params:
-        for slot in flat_param.slots:
-            original = slot.original() if isinstance(slot, ExtendedSlot) and slot.original is not None else None
-            # Weak: a slot refers to its leaf and would keep it alive.
-            _sharded[slot.leaf if original is None else original] = weakref.ref(slot)
-            _num_sharded += 1
-        for stepped in flat_param.stepped:
-            _watch(stepped, config.rule.grad_home)
+    add_shards(flat_params, config.rule.grad_home)
     _install()
-
-
-def _watch(stepped: Any, home: GradHome) -> None:
-    key = id(stepped.shard)
-
-    def forget(reference: weakref.ref[Any]) -> None:
-        if key in _shards and _shards[key][0] is reference:
-            del _shards[key]
-
-    _shards[key] = weakref.ref(stepped, forget), home
-
-
-def _watched(param: Tensor) -> tuple[Any, GradHome]:
-    """The flat param or `OrigParam` whose shard is ``param``, or None; and where its gradient is kept."""
-    reference, home = _shards.get(id(param), (None, GradHome.SHARD))
-    stepped = reference() if reference is not None else None
-    return (stepped if stepped is not None and stepped.shard is param else None), home
 
 
 def watch_copy(unit: Unit) -> None:
     """Watch the optimizers of ``unit``, a copy that is not complete yet, from the next check on."""
-    _copies.add(unit)
+    add_copy(unit)
     _install()
 
 
 def _install() -> None:
     global _is_installed
     if not _is_installed:
+        before_step.install()  # first: a background save reads what this step changes, and `_before_step` counts writes
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
         _is_installed = True
 
 
-def _watch_copies() -> None:
-    for unit in list(_copies):
-        _copies.discard(unit)
-        watch_optimizers(unit.flat_params, unit.config)
-
-
 def allow_held_gradients(optimizer: Optimizer) -> None:
     """Allow ``optimizer`` to step although units hold gradients, because it fetches them."""
     _fetchers.add(optimizer)
-
-
-def stepped_of(param: Any) -> Any:
-    """The flat param or `OrigParam` whose shard is ``param``; None if ``param`` is not a shard."""
-    _watch_copies()
-    return _watched(param)[0]
-
-
-def name_of_shard(param: nn.Parameter) -> str | None:
-    """The name of the flat param whose shard is ``param``; None if ``param`` is not a shard."""
-    flat_param = stepped_of(param)
-    return flat_param.name if flat_param is not None else None
 
 
 def check_optimizer_class(optimizer_class: type, name: str) -> None:
@@ -202,9 +154,9 @@ def _refuse_inside_forward(optimizer: Optimizer) -> None:
 
 @untraced
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    _watch_copies()
+    add_copies()
     _refuse_inside_forward(optimizer)
-    seen = _num_sharded, sum(len(group["params"]) for group in optimizer.param_groups)
+    seen = num_added(), sum(len(group["params"]) for group in optimizer.param_groups)
     if optimizer not in _clean or _clean[optimizer][0] != seen:
         _check(optimizer)
         _clean[optimizer] = seen, _shards_of(optimizer)
@@ -268,7 +220,7 @@ def check_gradients(optimizer: Optimizer) -> None:
             root.engine.drop_interrupted(root)
     for group in optimizer.param_groups:
         for param in group["params"]:
-            stepped = _watched(param)[0]
+            stepped = shard_of(param)[0]
             if stepped is not None and stepped.pending is not None:
                 stepped.check_whole()
 
@@ -276,7 +228,7 @@ def check_gradients(optimizer: Optimizer) -> None:
 def _shards_of(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
     """Each parameter of ``optimizer`` that shows a shard, and that shard."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    pairs = ((param, _watched(param)[0]) for param in params)
+    pairs = ((param, shard_of(param)[0]) for param in params)
     return [(param, shard) for param, one in pairs if one is not None for shard in one.shows.versioned[:1]]
 
 
@@ -294,7 +246,7 @@ def _count_writes(shards: Sequence[tuple[Tensor, Tensor]], has_grads: bool) -> N
 def _check(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            slot: weakref.ref[ParamSlot] | None = _sharded.get(param)
+            slot: weakref.ref[ParamSlot] | None = originals.get(param)
             if slot is not None:
                 known = slot()
                 name = known.fqn if known else "of a model that no longer exists"
@@ -306,7 +258,7 @@ def _check(optimizer: Optimizer) -> None:
                     "`reshard()` before you build the optimizer."
                 )
             _check_shard(optimizer, param)
-    found = [_watched(param)[0] for group in optimizer.param_groups for param in group["params"]]
+    found = [shard_of(param)[0] for group in optimizer.param_groups for param in group["params"]]
     check_blocks(optimizer, [stepped for stepped in found if stepped is not None])
     _warn_of_shape_groups(optimizer)
 
@@ -319,7 +271,7 @@ def _warn_of_shape_groups(optimizer: Optimizer) -> None:
     """
     shards: dict[float, list[Any]] = {}
     for group in optimizer.param_groups:
-        found = [_watched(param)[0] for param in group["params"]]
+        found = [shard_of(param)[0] for param in group["params"]]
         flat = [stepped for stepped in found if stepped is not None and stepped.shard.dim() == 1]
         if flat:
             shards.setdefault(group.get("weight_decay", 0), []).extend(flat)
@@ -352,7 +304,7 @@ def _warn_of_shape_groups(optimizer: Optimizer) -> None:
 
 
 def _check_shard(optimizer: Optimizer, param: nn.Parameter) -> None:
-    flat_param, home = _watched(param)
+    flat_param, home = shard_of(param)
     if flat_param is None:
         return
     if not isinstance(param, DTensor):  # DTensors have their true shapes, which PyTorch's optimizers support

@@ -25,7 +25,6 @@ from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError
 from fairshard.params.flat_param import FlatParam
-from fairshard.settings.groups import UnitGroups
 from fairshard.utils.collectives import Communicator
 
 _MAX_NOTED = 1 << 15  # per step; without a limit, forwards with grad but no backward would accumulate forever
@@ -122,7 +121,7 @@ class OrderCheck(Observer):
             for unit, number in self._numbers.items()
             if _num_ranks(unit) > 1 and any(flat_param.has_elements for flat_param in unit.flat_params)
         }
-        self._comms = [comm for comm in comms if comm.world_size > 1 and comm.is_real]
+        self._comms = [comm for comm in comms if comm.peers]
         self._gathers = dict.fromkeys(self._comms, 0)  # a hash of the gathers that each group has seen
         own = {unit: unit.groups.communicators() for unit in units}
         self._group_of = {unit: own[unit].shard for unit in units}
@@ -153,7 +152,6 @@ class OrderCheck(Observer):
 
     def pass_begins(self, unit: Unit, is_trained: bool) -> None:
         """A pass through the model starts; it is not compared if ranks may run different passes, as in ``join``."""
-        watch(self)
         self.has_begun = True
         if is_trained and not self.in_join and self._units[0].root.is_common:
             self.noted = self._trained
@@ -358,5 +356,5 @@ def _different_states(states: dict[int, dict[str, str]]) -> str:
 
 
 def _num_ranks(unit: Unit) -> int:
-    groups: UnitGroups = unit.groups
-    return groups.shard.world_size * (1 if groups.replicas is None else groups.replicas.world_size)
+    shard, replicas = unit.groups.shard, unit.groups.replicas
+    return int(shard.world_size * (1 if replicas is None else replicas.world_size))

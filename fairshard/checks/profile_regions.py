@@ -104,9 +104,9 @@ class ProfileRegions:
         for name, phase in _PHASES.items():
             self._undo.append(tap(unit, name, _around(phase, unit)))
 
-    def _launch(self, method: Any, bucket: Bucket) -> None:
+    def _launch(self, method: Any, bucket: Bucket, *written: Any) -> None:
         with self._bucket_region("reduce_scatter", bucket.sources):
-            method(bucket)
+            method(bucket, *written)
 
     def _deliver(self, method: Any, bucket: Bucket, transfer: Transfer) -> None:
         with self._bucket_region("reduce_scatter_wait", bucket.sources):

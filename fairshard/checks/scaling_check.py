@@ -25,11 +25,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-from fairshard.checks.optimizer_check import check_gradients, stepped_of
+from fairshard.checks.optimizer_check import check_gradients
+from fairshard.checks.shards import stepped_of
+from fairshard.checks.watchdog import reported
 from fairshard.engine.root import every_root
 from fairshard.errors import LocalScalingError
 from fairshard.utils.collectives import Communicator
-from fairshard.utils.failures import reported
 from fairshard.utils.messages import gather_scalars
 from fairshard.utils.user_line import level_of_user
 
@@ -144,7 +145,7 @@ def _difference(comms: Iterable[Communicator], has_found: bool) -> dict[int, boo
     found: dict[int, bool] = {}
     for comm in comms:  # all of them, also after a difference: the groups of other ranks may overlap
         own = [root for root in every_root() if comm in root.comms]
-        if not comm.is_real or not own:
+        if not comm.peers or not own:
             continue
         if any(root.join is not None for root in own):
             return {comm.rank: has_found}  # ranks that have run out of batches would not take part

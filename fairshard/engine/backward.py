@@ -191,7 +191,7 @@ class Backward:
         unit.on(Event.NEEDED, in_backward=True)
         if unit in self._plan.own.unseen:
             unit.wait_unshard()  # nothing will show when autograd gets there
-        if unit.root.shared.bucketer.due is not None:
+        if unit.root.shared.bucketer.due:
             unit.root.shared.bucketer.send_due()
 
     def _send(self, unit: Unit, yields: bool) -> None:

@@ -18,13 +18,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fairshard.utils.autograd import (
-    goes_through,
     has_custom_node,
     hook_last,
     inner_nodes,
     is_custom,
     newest_node,
     reached,
+    reaches,
 )
 from fairshard.utils.dynamo import not_traced, set_tracer
 from fairshard.utils.nested import apply_to_tensors
@@ -97,7 +97,7 @@ class CallHooks:
         through a call to its inputs without executing any node of `Probe.inside`.
         """
         for probe in self._living():
-            if 1 in reached(probe.inside) or (by_inputs and any(map(goes_through, probe.nodes))):
+            if 1 in reached(probe.inside) or (by_inputs and any(reaches(node, True) for node in probe.nodes)):
                 return True
         return False
 

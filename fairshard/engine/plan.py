@@ -151,7 +151,7 @@ class Proposal:
                 made.places.append(CallPlace(number[call.unit], forward, segment))
             num_segments += one.num_segments
         comms = [comm for root in self.roots if root.is_common for comm in root.comms]
-        comms = [comm for comm in dict.fromkeys(comms) if comm.world_size > 1 and comm.is_real]
+        comms = [comm for comm in dict.fromkeys(comms) if comm.peers]
         made.peers = [self._peers_of(comm, made) for comm in comms]
         made.digests = [self._digest_calls(one, made) for one in made.peers]
         return made

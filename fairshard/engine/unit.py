@@ -192,7 +192,7 @@ class Unit:
             self._read_shards()
             self.stamp = self.seen
             stream.wait(now(self.device))
-        if stream.is_asynchronous:
+        if self.shared.is_asynchronous:
             self.shared.copies.keeps = not in_backward
             with stream.use():
                 stream.wait(self.shared.free)

@@ -18,8 +18,8 @@ from fairshard.checks.optimizer_check import (
     check_cpu_steps,
     check_gradients,
     finds_parts,
-    name_of_shard,
 )
+from fairshard.checks.shards import stepped_of
 from fairshard.engine.root import Root
 from fairshard.engine.tree import unit_of, units_below
 from fairshard.errors import FairshardError
@@ -155,12 +155,12 @@ class CPUOptimizer(Optimizer):
         """Add a param group; its shards must belong to this optimizer's model."""
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
-            name = name_of_shard(param)
-            if name is not None and param not in self._flat_params:
+            stepped = stepped_of(param)
+            if stepped is not None and param not in self._flat_params:
                 self.param_groups.pop()
                 raise ValueError(
-                    f"The shards of a CPUOptimizer must belong to its `model`, but `{name}` belongs to another. "
-                    "Build an optimizer for each model."
+                    f"The shards of a CPUOptimizer must belong to its `model`, but `{stepped.name}` belongs to "
+                    "another. Build an optimizer for each model."
                 )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -20,7 +20,7 @@ from fairshard.utils.block import joined_columns
 from fairshard.utils.span import cut
 from fairshard.utils.storage import free_storage_
 from fairshard.utils.streams import now
-from fairshard.utils.transfers import Ready
+from fairshard.utils.transfers import Transfer
 
 _ALIGNMENT = 64
 """Bytes. Kernels compute other bits at an address that is not aligned like that of a tensor of its own, and slower."""
@@ -97,7 +97,7 @@ class CopiedOut(Gathered):
                 for each in self._together:
                     if each._is_to_copy:
                         each._copy_out()
-                        each.transfer = Ready(stream.record(), self.kept_line)
+                        each.transfer = Transfer((stream.record(),), self.kept_line)
             copies.keep(self._storage, stream.record())
 
     def wait(self) -> None:

@@ -73,6 +73,10 @@ class FlatLine:
         """New memory for a whole line."""
         return torch.empty(self.layout.world_size, self.shard_numel, dtype=dtype, device=device)
 
+    @staticmethod
+    def join_gathers(flat_params: Sequence[Any]) -> None:
+        """Make those of ``flat_params``, all of one unit, share a gather whose lines can; here none."""
+
     def row_of(self, line: Tensor) -> Tensor:
         """This rank's row of a whole ``line``, as a view."""
         return line[self.rank]

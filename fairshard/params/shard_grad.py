@@ -53,19 +53,19 @@ class GradTransfers:
             target.copy_(source, non_blocking=True)
             landed = self.stream.record()
         reads = self._reads
-        while reads and (reads[0][1].has_passed() or sum(kept.nbytes for kept, _ in reads) > MAX_KEPT_NBYTES):
+        while reads and (reads[0][1].is_completed() or sum(kept.nbytes for kept, _ in reads) > MAX_KEPT_NBYTES):
             reads.popleft()[1].wait()
         self._reads.append((source, landed))
         return landed
 
     def wait(self, event: Event, counts: bool = True) -> None:
         """Make the host wait for ``event``; if it ``counts`` as blocking training, add the time to ``waited_s``."""
-        if not event.has_passed():
+        if not event.is_completed():
             started = time.perf_counter()
             event.synchronize()
             if counts:
                 self.waited_s += time.perf_counter() - started
-        while counts and self._reads and self._reads[0][1].has_passed():  # never on the optimizer's thread
+        while counts and self._reads and self._reads[0][1].is_completed():  # never on the optimizer's thread
             self._reads.popleft()
 
 

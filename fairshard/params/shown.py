@@ -48,6 +48,10 @@ class ShownShard:
         """The gradient of the shard, shown on the registered parameters."""
         return ShardGrad(self.shard, dtype, home, transfers, held)
 
+    def describe(self, index: int) -> str:
+        """How parameter ``index`` is cut, in words; equal on all ranks."""
+        return self.line.layout.describe(index)
+
     # ---- following
 
     def wanted(self) -> bytes:

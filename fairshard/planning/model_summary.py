@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fairshard.engine.tree import is_wrapper, unit_of, units_to, walk
+from fairshard.engine.tree import is_wrapper, unit_of, walk
 from fairshard.engine.unit import Unit
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.rule import GradHome
 from fairshard.planning.summary import UnitRow, large_unit_warning, unit_table
+from fairshard.setup.arguments import units_to
 from fairshard.utils.buckets import MB
 from fairshard.utils.layout import FlatLayout
 from fairshard.utils.owned_layout import OwnedLayout

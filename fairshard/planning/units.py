@@ -17,7 +17,7 @@ from fairshard.planning.choice import Chooser, ModuleTree
 from fairshard.planning.padding import PaddingRow
 from fairshard.planning.policies import wrapper_config
 from fairshard.planning.summary import FlatSizes, UnitRow, unit_lines, unit_row
-from fairshard.settings.config import UnitConfig, check_param_dtype
+from fairshard.settings.config import UnitConfig
 from fairshard.settings.fsdp1 import ShardingStrategy
 from fairshard.settings.resolve import resolve
 from fairshard.setup.ignored import renewed
@@ -164,7 +164,7 @@ class UnitPlan:
             [(fqn, part) for part, fqn in parts.items()], skip={id(param) for param in self._tree.ignored_params}
         )
         for slot in slots:
-            check_param_dtype(unit.config, slot.leaf.dtype, slot.fqn)
+            unit.config.check_param_dtype(slot.leaf.dtype, slot.fqn)
         unit.slots = group_slots(slots, unit.config)
         return unit
 

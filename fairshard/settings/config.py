@@ -112,26 +112,25 @@ class UnitConfig:
             prefetches_late=prefetch is BackwardPrefetch.BACKWARD_POST,
         )
 
+    def check_param_dtype(self, dtype: torch.dtype, fqn: str) -> None:
+        """Check that a parameter of ``dtype`` can compute with these settings.
 
-def check_param_dtype(config: UnitConfig, dtype: torch.dtype, fqn: str) -> None:
-    """Check that a parameter of ``dtype`` can compute under ``config``.
-
-    Raises:
-        TypeError: ``dtype`` is not floating, or not fp32 under mixed precision.
-        ValueError: without mixed precision, ``compute_dtype`` is not the parameter's own dtype.
-    """
-    if not dtype.is_floating_point:
-        raise TypeError(
-            f"Parameters must have a floating dtype to be sharded, but `{fqn}` has {dtype}. Register it as a "
-            "buffer, which every rank keeps whole."
-        )
-    if config.mixed_precision is True and dtype != torch.float32:
-        raise TypeError(
-            f"With `mixed_precision=True` parameters must be torch.float32, the precision of the master weights, "
-            f"but `{fqn}` is {dtype}. Wrap the fp32 module, or leave `mixed_precision` out to train in {dtype}."
-        )
-    if not config.mixed_precision and config.compute_dtype not in (None, dtype):
-        raise ValueError(
-            f"`compute_dtype` must be the parameters' own dtype without `mixed_precision=True`, but is "
-            f"{config.compute_dtype} and `{fqn}` is {dtype}. Add `mixed_precision=True`, or leave it out."
-        )
+        Raises:
+            TypeError: ``dtype`` is not floating, or not fp32 under mixed precision.
+            ValueError: without mixed precision, ``compute_dtype`` is not the parameter's own dtype.
+        """
+        if not dtype.is_floating_point:
+            raise TypeError(
+                f"Parameters must have a floating dtype to be sharded, but `{fqn}` has {dtype}. Register it as a "
+                "buffer, which every rank keeps whole."
+            )
+        if self.mixed_precision is True and dtype != torch.float32:
+            raise TypeError(
+                f"With `mixed_precision=True` parameters must be torch.float32, the precision of the master weights, "
+                f"but `{fqn}` is {dtype}. Wrap the fp32 module, or leave `mixed_precision` out to train in {dtype}."
+            )
+        if not self.mixed_precision and self.compute_dtype not in (None, dtype):
+            raise ValueError(
+                f"`compute_dtype` must be the parameters' own dtype without `mixed_precision=True`, but is "
+                f"{self.compute_dtype} and `{fqn}` is {dtype}. Add `mixed_precision=True`, or leave it out."
+            )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.settings.fsdp1 import ShardingStrategy
-from fairshard.utils.collectives import Communicator, Communicators
+from fairshard.utils.collectives import Communicators
 from fairshard.utils.device import device_count
 from fairshard.utils.groups import communicator, default_group, group_of_one, subgroup
 from fairshard.utils.parallel import check_is_group
@@ -92,6 +91,11 @@ class UnitGroups:
         """Whether this rank shares its values with no other: other ranks may have others under the same names."""
         return all(group is None or group.world_size == 1 for group in (self.main, self.replicas))
 
+    @property
+    def is_pair(self) -> bool:
+        """Whether the unit is sharded over some ranks and replicated over others."""
+        return self.replicas is not None and not isinstance(self.shard, OwnRank)
+
     def set(self, group: Groups) -> None:
         """Use ``group`` after unpickling; a group or a pair, as for `find_groups`."""
         if isinstance(group, ProcessGroup):
@@ -159,32 +163,6 @@ def find_groups(
     return UnitGroups(_saved(group), None, None if reduce_group is None else _saved(reduce_group))
 
 
-def check_pairs(groups: Mapping[str, UnitGroups]) -> None:
-    """Check that if one wrapper of a model is hybrid, all are hybrid over the same pair of groups.
-
-    ``groups``: those of each unit, by its fqn; the outermost unit first.
-
-    Raises:
-        ValueError: the pairs differ; names two units.
-    """
-    if not any(_is_pair(own) for own in groups.values()):
-        return
-    (outer, wanted), *others = groups.items()
-    for fqn, own in others:
-        if own.spanning() != wanted.spanning():
-            ranks = [list(map(dist.get_process_group_ranks, each.spanning())) for each in (own, wanted)]
-            raise ValueError(
-                "If one unit of a model uses hybrid sharding, all units must share its pair of groups, but those of "
-                f"`{fqn}` have the ranks {ranks[0]}, and those of `{outer or 'root'}` {ranks[1]}. Pass the same "
-                "`process_group` tuple, or the same `device_mesh`, to both (two calls of `init_device_mesh` make "
-                "different groups); modules of `fully_shard` may differ in `mesh`."
-            )
-
-
-def _is_pair(groups: UnitGroups) -> bool:
-    return groups.replicas is not None and not isinstance(groups.shard, OwnRank)
-
-
 def _saved(group: ProcessGroup) -> SavedGroup:
     check_is_group(group)
     return SavedGroup(group, dist.get_rank(group), dist.get_world_size(group))
@@ -243,29 +221,3 @@ def _groups_by_node() -> tuple[ProcessGroup, ProcessGroup]:
             subgroup(list(range(own % per_node, size, per_node)), world),
         )
     return _by_node[world]
-
-
-_parts: weakref.WeakKeyDictionary[ProcessGroup, dict[int, ProcessGroup]] = weakref.WeakKeyDictionary()
-
-
-def part_of(comm: Communicator, size: bool | int, fqn: str) -> Communicator | None:
-    """The group of ``size`` consecutive ranks of ``comm`` with this rank; None for a bool, one rank, or all ranks.
-
-    **Collective** on the first use of a size.
-
-    Raises:
-        ValueError: ``size`` does not divide the number of ranks.
-    """
-    if isinstance(size, bool) or comm.world_size in (1, size):
-        return None
-    if comm.world_size % size:
-        raise ValueError(
-            f"`reshard_after_forward` must divide the number of ranks, {comm.world_size}, but is {size} for unit "
-            f"`{fqn or 'root'}`. Pass a divisor, or True."
-        )
-    known = _parts.setdefault(comm.group, {})
-    if size not in known:
-        ranks = dist.get_process_group_ranks(comm.group)
-        first = comm.rank - comm.rank % size
-        known[size] = subgroup(ranks[first : first + size], comm.group)
-    return communicator(known[size])

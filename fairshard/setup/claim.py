@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fairshard.checks.agreement import ValuesCheck, check_agreement, raise_together
@@ -18,17 +20,13 @@ from fairshard.engine.shared import Shared
 from fairshard.engine.tree import modules_of, unit_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, RanksDisagreeError
-from fairshard.params.dtensor_slot import DTensorSlot
-from fairshard.settings.config import check_param_dtype
-from fairshard.settings.groups import check_pairs, part_of
 from fairshard.setup.late_changes import adopt_all_changes, connect
-from fairshard.setup.lines import forget_loads
+from fairshard.setup.loads import forget_loads
 from fairshard.setup.naming import place
 from fairshard.setup.placement import check_host_memory, compute_device
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.dynamo import untraced
-from fairshard.utils.groups import communicator, on_host
-from fairshard.views.rows import join_gathers
+from fairshard.utils.groups import communicator, on_host, part_of
 
 
 @untraced
@@ -62,12 +60,12 @@ def claim(module: nn.Module) -> Root:
     for unit in units:
         connect(unit)
     if not hasattr(type(module), "_fairshard_class"):  # modules of `fully_shard` may be on different meshes
-        check_pairs({unit.fqn: unit.groups for unit in units})
+        _check_pairs(units)
     device = compute_device(units)
     if refused is not None and device.type == "meta":
         raise refused
     for unit in units:
-        forget_loads(unit.groups.shard)
+        forget_loads(comms[unit].shard.group)
     # The outermost unit's groups, which join the most ranks, are last: they pass on what inner ones have found.
     shared = [comm for own in reversed(dict.fromkeys(comms.values())) for comm in (own.shard, own.replicas)]
     distinct = list(dict.fromkeys(comm for comm in shared if comm is not None))
@@ -75,7 +73,7 @@ def claim(module: nn.Module) -> Root:
     first = comms[units[0]]
     check_host_memory(first.replicas if first.shard.world_size == 1 and first.replicas else first.shard, units, device)
     for comm in distinct:
-        if comm.world_size > 1 and comm.is_real:
+        if comm.peers:
             on_host(comm)
     root = Root(
         next((comm for comm in reversed(distinct) if comm.world_size > 1), distinct[-1]).new_id(),
@@ -99,9 +97,10 @@ def claim(module: nn.Module) -> Root:
         for unit in units:
             for flat_param in unit.flat_params:
                 flat_param.adopt_assigned()
-                check_param_dtype(unit.config, flat_param.shard.dtype, flat_param.name)  # the user may call `.half()`
+                unit.config.check_param_dtype(flat_param.shard.dtype, flat_param.name)  # the user may call `.half()`
             unit.materialize(root, root.shared, comms[unit], own_modules[unit])
-            join_gathers(unit.flat_params)
+            for join_gathers in {flat_param.line.join_gathers for flat_param in unit.flat_params}:
+                join_gathers(unit.flat_params)
             among = part_of(comms[unit].shard, unit.config.reshard_after_forward, unit.fqn)
             if among is not None:
                 unit.keep_parts(among)
@@ -125,6 +124,25 @@ def check_complete(module: nn.Module, root: Root) -> None:
         )
 
 
+def _check_pairs(units: Sequence[Unit]) -> None:
+    """Check that if one of ``units``, the outermost first, is hybrid, all are hybrid over the same pair of groups.
+
+    Raises:
+        ValueError: the pairs differ; names two units.
+    """
+    wanted = units[0].groups.spanning()
+    for unit in units if any(unit.groups.is_pair for unit in units) else ():
+        own = unit.groups.spanning()
+        if own != wanted:
+            ranks = [list(map(dist.get_process_group_ranks, each)) for each in (own, wanted)]
+            raise ValueError(
+                "If one unit of a model uses hybrid sharding, all units must share its pair of groups, but those of "
+                f"`{unit.fqn}` have the ranks {ranks[0]}, and those of `{units[0].fqn or 'root'}` {ranks[1]}. Pass the "
+                "same `process_group` tuple, or the same `device_mesh`, to both (two calls of `init_device_mesh` make "
+                "different groups); modules of `fully_shard` may differ in `mesh`."
+            )
+
+
 def _check_agreement(
     comms: dict[Unit, Communicators], distinct: list[Communicator], device: torch.device, refused: Exception | None
 ) -> None:
@@ -142,13 +160,13 @@ def _check_agreement(
 
 def _comms_of_dtensors(units: Iterable[Unit]) -> list[Communicator]:
     """With ``nan_check``, communicators of the meshes of parameters that were DTensors: their ranks must raise too."""
-    slots = [
+    slots: list[Any] = [
         slot
         for unit in units
         if unit.config.nan_check
         for flat_param in unit.flat_params
         for slot in flat_param.slots
-        if isinstance(slot, DTensorSlot)
+        if slot.has_mesh
     ]
     meshes = dict.fromkeys(slot.spec.mesh for slot in slots)
     return list(dict.fromkeys(communicator(mesh.get_group(dim)) for mesh in meshes for dim in range(mesh.ndim)))

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.params.flat_param import FlatParam
 from fairshard.setup.added_parameters import check_all_known
-from fairshard.utils.names import join
-from fairshard.views.shown_dtensors import ShownDTensors
 
 
 def adopt_changes(unit: Unit) -> None:
-    """Adopt moves and casts; split flat params whose parameters now differ in dtype or device."""
+    """Adopt moves and casts of a unit that registers DTensors; split flat params that now differ in dtype or device."""
     flat_params: list[FlatParam] = []
     for flat_param in unit.flat_params:
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, param in enumerate(flat_param.shows.registered):
             kinds.setdefault((param.dtype, param.device), []).append(index)
-        if len(kinds) > 1 and isinstance(flat_param.shows, ShownDTensors):
+        if len(kinds) > 1:
             if any(param.is_meta for param in flat_param.shows.registered):
                 flat_params.append(flat_param)  # some parameters have no memory yet
             else:
@@ -69,63 +67,17 @@ def adopt_all_changes(module: nn.Module, units: Sequence[Unit]) -> None:
 def connect(unit: Unit) -> None:
     """Connect unpickled DTensors of ``unit`` to its process groups."""
     groups = [group.resolve() for group in (unit.groups.replicas, unit.groups.shard) if group is not None]
-    for flat_param in unit.flat_params:
-        shown = flat_param.shows
-        if isinstance(shown, ShownDTensors):
-            shown.connect(*groups[-shown.mesh.ndim :])
-
-
-def check_conversion(unit: Unit, fn: Callable[[Tensor], Tensor]) -> None:
-    """Raise if ``fn``, which will be applied to all tensors, changes the dtype or device of a unit that has run.
-
-    Raises:
-        TypeError: ``fn`` changes one of them, or moves flat shards to the meta device, whatever has run.
-    """
-    if unit.root is None and unit.members is not None:
-        return
-    for flat_param in unit.flat_params:
-        shard = flat_param.shard
-        changed = fn(shard.data.new_empty(0))
-        if changed.is_meta and not shard.is_meta and unit.members is None:
-            raise TypeError(
-                f"A wrapped model must keep its values, but `{join(unit.fqn, flat_param.name)}` would go to the meta "
-                "device, which has none, and a shard cannot be initialised again. To build a model without memory, "
-                "make the module on the meta device before wrapping, and pass `param_init_fn`."
-            )
-        if unit.root is None:
-            continue
-        if changed.dtype != shard.dtype or changed.device != shard.device:
-            raise TypeError(
-                f"Dtype and device must be fixed before the first forward, but `{flat_param.name}` would "
-                f"go from {shard.dtype} on {shard.device} to {changed.dtype} on {changed.device}. Convert "
-                "the module before sharding it, or use mixed precision (`mixed_precision=True` of "
-                "FullyShardedDataParallel, `mp_policy` of fully_shard)."
-            )
-
-
-def refuse_sharing(fn: Callable[[Tensor], Tensor]) -> None:
-    """Raise if ``fn``, which will be applied to DTensors, shares memory between processes.
-
-    torch (to 2.13) then reads the storage of a DTensor, which has none, and the process ends by a segmentation fault.
-
-    Raises:
-        TypeError: ``fn`` shares memory.
-    """
-    shared = fn(torch.empty(1, device="cpu"))
-    if shared.device.type == "cpu" and shared.is_shared():
-        raise TypeError(
-            "Memory that processes share must be that of plain tensors, but `share_memory()` was called on a module "
-            "that fully_shard has sharded, whose parameters are DTensors. Copy the rows of this rank and share the "
-            "copies: `param.to_local().detach().clone().share_memory_()`."
-        )
+    for flat_param in unit.flat_params if unit.members is not None else ():
+        shown: Any = flat_param.shows  # DTensors
+        shown.connect(*groups[-shown.mesh.ndim :])
 
 
 def _check_memory(units: Sequence[Unit]) -> None:
     left = [
         slot.fqn
         for unit in units
+        if unit.members is not None
         for flat_param in unit.flat_params
-        if isinstance(flat_param.shows, ShownDTensors)
         for slot, param in zip(flat_param.slots, flat_param.shows.registered, strict=True)
         if param.is_meta
     ]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from fairshard.params.slot import ParamSlot
-from fairshard.settings.groups import SavedGroup
 from fairshard.settings.placements import Owned, RowBlocks
 from fairshard.utils.owned_layout import OwnedLayout
 from fairshard.utils.owners import balanced_owners
@@ -20,26 +17,6 @@ from fairshard.utils.ragged_plan import Blocks, RaggedPlan, plan_blocks
 
 PlacementFn = Callable[[nn.Parameter], Any]
 """Maps a parameter to its placement; None: the default."""
-
-_loads: weakref.WeakKeyDictionary[ProcessGroup, list[int]] = weakref.WeakKeyDictionary()
-
-
-def loads_in(group: SavedGroup) -> list[int]:
-    """Bytes of parameters that each rank of ``group`` owns in units of models that have not run yet.
-
-    Units are sharded one after the other, inner ones first, and know neither their siblings nor their model: they are
-    counted together, so that ranks own about as much of the whole model. (Parameters are cut, and optimizers hold them,
-    long before the whole model is known.) Ranks count alike if they shard the same units in the same order; the first
-    forward compares owners across ranks, and counts anew (`forget_loads`). Deleted units stay counted until then,
-    because ranks may delete at different times.
-    """
-    return _loads.setdefault(group.resolve(), [0] * group.world_size)
-
-
-def forget_loads(group: SavedGroup) -> None:
-    """Count anew on ``group``: its ranks make a model."""
-    if _loads:
-        _loads.pop(group.resolve(), None)
 
 
 @dataclass(frozen=True)
@@ -61,7 +38,7 @@ class SlotLines:
     def of(places: Mapping[ParamSlot, RowBlocks | Owned], world_size: int, loads: Callable[[], list[int]]) -> SlotLines:
         """Lines on ``world_size`` ranks for parameters and their placements: by blocks first, then that of owners.
 
-        ``loads`` returns the bytes that each rank owns before; see `loads_in`.
+        ``loads`` returns the bytes that each rank owns before; see ``loads.py``.
         """
         owned = [slot for slot, place in places.items() if isinstance(place, Owned) and world_size > 1]
         slots = [slot for slot in places if slot not in owned]

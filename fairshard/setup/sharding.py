@@ -18,7 +18,7 @@ from fairshard.params.line import FlatLine
 from fairshard.params.placeholder import ShardedParameter
 from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot, guard_of, slot_of
-from fairshard.settings.config import UnitConfig, check_param_dtype
+from fairshard.settings.config import UnitConfig
 from fairshard.settings.data_mesh import DataMesh
 from fairshard.settings.placements import Owned, RowBlocks
 from fairshard.setup.lines import PlacementFn, SlotLines
@@ -70,7 +70,7 @@ def shard_parameters(
     """
     slots = _slots_in(module, origin)
     for slot in slots:
-        check_param_dtype(config, slot.leaf.dtype, slot.fqn)
+        config.check_param_dtype(slot.leaf.dtype, slot.fqn)
     flat_params: list[FlatParam] = []
     groups = [SlotLines.placed(group, placement, world_size, loads).lines for group in group_slots(slots, config)]
     for placed in (line for lines in groups for line in lines):
@@ -136,7 +136,7 @@ def shard_rows(
     dims: dict[ParamSlot, int | None] = {}
     ragged: dict[ParamSlot, RowBlocks | Owned] = {}
     for slot in slots:
-        check_param_dtype(config, slot.leaf.dtype, slot.fqn)
+        config.check_param_dtype(slot.leaf.dtype, slot.fqn)
         placement = placement_of(slot) if slot.shape else None
         if isinstance(placement, (RowBlocks, Owned)):
             _check_plain(slot, placement)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot
+from fairshard.state.shown import shown_on_first
 from fairshard.utils.messages import broadcast, receive_on_first, scatter_rows, send_to_first
 from fairshard.utils.ragged_tensor import RaggedTensor
 from fairshard.utils.span_tensor import SpanTensor
@@ -83,24 +83,11 @@ def show(unit: Unit, how: Showing) -> Iterator[None]:
             )
     with _summoned(unit), ExitStack() as stack:
         if how.from_first:
-            _shown_on_first.add(unit)
-            stack.callback(_shown_on_first.discard, unit)
+            shown_on_first.add(unit)
+            stack.callback(shown_on_first.discard, unit)
         for flat_param in unit.flat_params:
             stack.enter_context(_Whole(flat_param, how).shown())
         yield
-
-
-_shown_on_first: weakref.WeakSet[Unit] = weakref.WeakSet()
-
-
-def is_shown(unit: Unit) -> bool:
-    """Whether a `show` of ``unit`` is active, on this rank or another one."""
-    return unit.state is TrainingState.SUMMON_FULL_PARAMS
-
-
-def is_shown_on_first(unit: Unit) -> bool:
-    """Whether an active `show` of ``unit`` shows it on rank 0 alone; every rank returns the same."""
-    return unit in _shown_on_first
 
 
 @contextmanager

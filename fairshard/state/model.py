@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fairshard.checks.agreement import raise_together
-from fairshard.engine.tree import attribute_paths, is_wrapper, modules_of, paths_of, walk
+from fairshard.engine.tree import is_wrapper, modules_of, paths_of, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, MixedGroupsError, TrainingStateError
 from fairshard.settings.state_dicts import FullStateDictConfig, StateDictConfig, StateDictType
 from fairshard.state.assigned_values import own_tensors_kept
 from fairshard.state.foreign_names import check_names, check_whole
-from fairshard.state.full_params import Showing, is_shown, is_shown_on_first, show, show_spans, with_owners
+from fairshard.state.full_params import Showing, show, show_spans, with_owners
+from fairshard.state.shown import is_shown, shown_on_first
 from fairshard.utils.messages import broadcast_object
 from fairshard.utils.names import COMPILED, clean_tensor_name, join
 from fairshard.utils.span_tensor import SpanTensor
@@ -47,7 +48,7 @@ def module_state_dict(wrapper: nn.Module, unit: Unit, destination: Any, prefix: 
     with _showing(unit, writeback=False):
         state = wrapped.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
     added = [key for key in state if key not in before or state[key] is not before[key]]
-    if (takes_from_first(config) or is_shown_on_first(unit)) and unit.group.rank != 0:
+    if (takes_from_first(config) or unit in shown_on_first) and unit.group.rank != 0:
         for key in added:
             del state[key]
         getattr(state, "_metadata", {}).clear()
@@ -115,7 +116,7 @@ def check_loads_inside(units: Iterable[Unit]) -> None:
     """
     for unit in filter(is_shown, units):
         check_whole_inside([unit], "load_state_dict")
-        if is_shown_on_first(unit) or takes_from_first(unit.state_dict_settings.state_dict_config):
+        if unit in shown_on_first or takes_from_first(unit.state_dict_settings.state_dict_config):
             raise TrainingStateError(
                 f"A load inside summon_full_params must be on every rank, but unit `{unit.fqn or 'root'}` is shown, or "
                 "has its state dict, on rank 0 alone. Load outside of the `with` block."
@@ -317,7 +318,7 @@ def _with_metadata(wrapper: nn.Module, state: Mapping[str, Any]) -> Any:
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
         fqns = {id(module): clean_tensor_name(fqn) for fqn, module in walk(wrapper)}
-        own = {name: metadata.get(fqns[id(module)], {}) for name, module in attribute_paths(wrapper)}
+        own = {name: metadata.get(fqns[id(module)], {}) for name, module in _module_paths(wrapper)}
         copied._metadata = {name: dict(versions) for name, versions in own.items()}  # torch adds to them
     return copied
 
@@ -326,3 +327,14 @@ def _cleaned(text: str, loadings: Iterable[Loading]) -> str:
     for loading in reversed(list(loadings)):
         text = loading.clean(text)
     return re.sub(r"(?<!\w)(_orig_mod|_checkpoint_wrapped_module)\.", "", text)
+
+
+def _module_paths(module: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """Like `walk`, but with the path of attributes to each module, which has ``module`` in it for each wrapper."""
+    seen = set() if seen is None else seen
+    if id(module) not in seen:
+        seen.add(id(module))
+        yield path, module
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from _module_paths(child, join(path, name), seen)

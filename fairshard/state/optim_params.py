@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fairshard.engine.tree import check_module, units_below, walk
+from fairshard.engine.tree import units_below, walk
+from fairshard.setup.arguments import check_module
 from fairshard.setup.claim import roots_below
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.names import clean_tensor_name, join

@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
 NO_BACKWARD = -1
 
-_will_execute: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
+_will_execute: Callable[[Any], bool] = getattr(torch._C, "_will_engine_execute_node", lambda _node: True)
 current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -42,53 +42,26 @@ class _Use(torch.autograd.Function):
 def accumulate_node(leaf: Tensor) -> Any:
     """The graph node that adds to ``leaf.grad``; stays the same object as long as something refers to it."""
     with torch.inference_mode(False), torch.enable_grad():
-        made = leaf.view_as(leaf) if type(leaf) in (Tensor, nn.Parameter) else _Use.apply(leaf)  # type: ignore[no-untyped-call]
-    grad_fn = made.grad_fn
-    assert grad_fn is not None
-    return grad_fn.next_functions[0][0]
+        return _Use.apply(leaf).grad_fn.next_functions[0][0]  # type: ignore[no-untyped-call]
 
 
-def reaches(node: Any) -> bool:
+def reaches(node: Any, is_captured: bool = False) -> bool:
     """Whether the running graph task executes ``node``, or has executed it.
 
-    False for leaves in ``torch.autograd.grad``, which returns gradients instead of accumulating them.
+    ``is_captured``: the answer for leaves in ``torch.autograd.grad``, which returns gradients instead of accumulating.
     """
-    if _will_execute is None:
-        return True
     try:
         return _will_execute(node)
     except RuntimeError:  # raised for leaves that autograd.grad() captures
-        return False
-
-
-def runs(node: Any) -> bool:
-    """`reaches`, also for a node that runs now and is the only root of the graph task, which autograd does not list."""
-    return reaches(node) or node is torch._C._current_autograd_node()
+        return is_captured
 
 
 def reached(nodes: Sequence[Any]) -> bytearray:
     """`reaches` of each of ``nodes``, 1 or 0."""
-    if _will_execute is None:
-        return bytearray([1]) * len(nodes)
     try:
         return bytearray(map(_will_execute, nodes))
     except RuntimeError:
         return bytearray(map(reaches, nodes))
-
-
-def nodes_before(node: Any) -> list[Any]:
-    """The graph nodes to which ``node`` passes its gradients."""
-    return [one for one, _ in node.next_functions if one is not None]
-
-
-def goes_through(node: Any) -> bool:
-    """Like `reaches`, but True for a leaf whose gradient ``torch.autograd.grad`` returns."""
-    if _will_execute is None:
-        return True
-    try:
-        return _will_execute(node)
-    except RuntimeError:
-        return True
 
 
 def inner_nodes(node: Any, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -100,20 +73,13 @@ def inner_nodes(node: Any, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     nodes: list[Any] = []
     inside: list[Any] = []
     leaves: list[Any] = []
-    for one, _ in node.next_functions:
+    for one, _ in node.next_functions:  # comprehensions are calls before Python 3.12
         if one is not None:
             nodes += (one,)
-            if one not in given:
-                if type(one) is _ACCUMULATION:
-                    leaves += (one,)
-                else:
-                    inside += (one,)
+        if one is not None and one not in given:
+            own = leaves if type(one) is _ACCUMULATION else inside
+            own += (one,)
     return nodes, inside or leaves or nodes
-
-
-def sequence_number(node: Any) -> int:
-    """A number that grows with every graph node that a thread makes; nodes of leaves have the largest."""
-    return int(node._sequence_nr())
 
 
 def is_custom(node: Any) -> bool:
@@ -122,18 +88,19 @@ def is_custom(node: Any) -> bool:
 
 
 def has_custom_node(nodes: Sequence[Any], oldest: int) -> bool:
-    """Whether ``nodes``, or nodes before them not older than the sequence number ``oldest``, have a custom function."""
-    waiting = list(nodes)
-    seen = set(waiting)
+    """Whether ``nodes``, or nodes before them not older than the sequence number ``oldest``, have a custom function.
+
+    The numbers grow with every graph node that a thread makes; nodes of leaves have the largest.
+    """
+    waiting, seen = list(nodes), set(nodes)
     while waiting:
         node = waiting.pop()
-        if sequence_number(node) < oldest:
-            continue
-        if is_custom(node):
-            return True
-        new = set(nodes_before(node)) - seen
-        seen |= new
-        waiting += new
+        if node._sequence_nr() >= oldest:
+            if is_custom(node):
+                return True
+            new = {one for one, _ in node.next_functions if one is not None} - seen
+            seen |= new
+            waiting += new
     return False
 
 
@@ -141,7 +108,7 @@ newest_node: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr",
 """The sequence number that the next graph node of this thread will have; 0 if torch does not report it."""
 
 
-_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _is_tracing: None)
 _CHECKPOINT = "_checkpoint_hook."
 
 
@@ -152,28 +119,23 @@ def current_checkpoint() -> Any:
     inside of which torch records no gradients of either mode; it makes no graph, so the number of its node stays that
     of the newest. Every other custom function that computes without a graph counts as one: it may recompute, too.
     """
-    if not is_recorded_later():
-        top = None if _top_hooks is None else _top_hooks(True)
-        return None if top is None else _outermost_hook(top)
-    return newest_node()
+    if is_recorded_later():
+        return newest_node()
+    hooks: list[Any] = []  # the stack of saved-tensor hooks, which stays as it is
+    while (top := _top_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    found = None
+    for pack, unpack in reversed(hooks):
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        if found is None and getattr(pack, "__qualname__", "").startswith(_CHECKPOINT):
+            found = pack
+    return found
 
 
 def is_recorded_later() -> bool:
     """Whether a custom function computes without a graph, which its backward may make by computing again."""
     return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
-
-
-def _outermost_hook(top: Any) -> Any:
-    """The pack hook of the outermost checkpoint on the stack of saved-tensor hooks, which stays as it is; or None."""
-    stack: list[Any] = []
-    while top is not None:
-        stack.append(top)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        top = _top_hooks(True)
-    for pack, unpack in reversed(stack):
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-    packs = [pack for pack, _ in reversed(stack)]
-    return next((pack for pack in packs if getattr(pack, "__qualname__", "").startswith(_CHECKPOINT)), None)
 
 
 def at_end_of_task(callback: Callable[[], None]) -> None:
@@ -189,15 +151,6 @@ def hook_last(output: Any, hook: Callable[[Tensor], object]) -> None:
         hooks: Any = OrderedDict([(id(hook), hook)])
         output._backward_hooks = hooks
         output.grad_fn._register_hook_dict(output)
-
-
-def hook_first(tensor: Tensor, hook: Callable[[Tensor], object]) -> None:
-    """``tensor.register_hook(hook)``, called before the hooks that the tensor already has."""
-    handle = tensor.register_hook(hook)
-    hooks: dict[int, Any] = getattr(tensor, "_backward_hooks", None) or {}
-    if len(hooks) > 1:
-        for key in [key for key in hooks if key != handle.id]:
-            hooks[key] = hooks.pop(key)
 
 
 _ACCUMULATION: type = type(accumulate_node(torch.empty(0, requires_grad=True, device="cpu")))

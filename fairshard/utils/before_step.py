@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,15 @@ from fairshard.utils.steps import count_step
 _listeners: dict[int, Callable[[], Any]] = {}
 
 
+@functools.cache
+def install() -> None:
+    """Register the hook that notifies the listeners; torch calls hooks in the order in which they are registered."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
 def add_before_step(key: int, method: Callable[[], Any]) -> None:
     """Register ``method``, a weak reference to a bound method, to be called before any optimizer step."""
+    install()
     _listeners[key] = method
 
 
@@ -41,6 +49,3 @@ def _notify() -> None:
 @untraced
 def _before_step(*_: Any) -> None:
     _notify()
-
-
-register_optimizer_step_pre_hook(_before_step)

@@ -33,6 +33,12 @@ class Block:
     def _is_repeated(self) -> bool:
         return self.source.numel != self._shape[0] * self._shape[1]
 
+    def by_row(self) -> list[tuple[int, Span]]:
+        """Each row of the block, and which elements of the parameter are in it."""
+        width, first = self.columns.numel, self.source.start
+        step = 0 if self._is_repeated else width
+        return [(row, Span(0, width).shift(first + i * step)) for i, row in enumerate(range(*self.rows)) if width]
+
     def of(self, buffer: Tensor) -> Tensor:
         """The block, as a view of ``buffer`` ``[W, S]``."""
         return buffer[self.rows.start : self.rows.stop, self.columns.start : self.columns.stop]

@@ -14,6 +14,7 @@ are in flight, and their sums are delivered in the order of launches.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -91,46 +92,48 @@ class GradWriter:
     """
 
     def __init__(self, source: GradSource, columns: Any) -> None:
-        self._source, self._columns = source, columns
-        self._stage: Tensor | None = None
+        self._source, self._columns, self._target = source, columns, columns
         self._views = source.bucket_views(columns)
+        self._storage: torch.UntypedStorage | None = None  # of the stage
         is_small = isinstance(columns, Tensor) and columns.is_cpu and columns.nbytes <= MAX_STAGED_NBYTES
         if is_small and not columns.is_contiguous():
             stage = torch.empty_like(columns, memory_format=torch.contiguous_format)
             views = source.bucket_views(stage)
             if all(run.is_contiguous() for runs in views for run in runs):
-                self._stage, self._views = stage, views
+                self._target, self._views = stage, views
                 self._storage, self._nbytes = stage.untyped_storage(), stage.nbytes
                 self._storage.resize_(0)
 
     def write(self) -> None:
         """Write the gradients, divided before the sum."""
-        source, stage = self._source, self._stage
-        if stage is not None:
-            self._storage.resize_(self._nbytes)
+        source, target, storage = self._source, self._target, self._storage
+        if storage is not None:
+            storage.resize_(self._nbytes)
         source.write_grads(self._views)
-        written = self._columns if stage is None else stage
         if source.division.before != 1 and source.hook is None:
-            written.div_(source.division.before)
-        if stage is not None:
-            self._columns.copy_(stage)
-            self._storage.resize_(0)
+            target.div_(source.division.before)
+        if storage is not None:
+            self._columns.copy_(target)
+            storage.resize_(0)
 
 
 class Bucket:
-    """Columns for the gradients of several sources, sent by one reduce-scatter; has memory only while ``is_open``."""
+    """Columns for the gradients of several sources, sent by one reduce-scatter; has memory only while ``is_open``.
+
+    Attributes:
+        missing: the indexes of sources that have not written since `close`.
+    """
 
     def __init__(self, sources: Sequence[GradSource]) -> None:
         first = sources[0]
-        self.comms = first.comms
-        self.sources = tuple(sources)
-        self._missing: set[int] | None = None  # sources that have not written since it was opened
+        self.comms, self.sources = first.comms, tuple(sources)
+        self.missing = set(range(len(sources)))
         self._columns = self._make_columns()
         self._writers = [GradWriter(*pair) for pair in zip(sources, self._columns, strict=True)]
         self._members = hash(tuple(source.reduce_id for source in sources)) & 0xFF
-        self._uses = 0
+        self._uses = count(1)
+        self._kept: list[Tensor] = []  # until `close`, because another stream may own the memory
         self.nbytes = self.data.nbytes
-        self.written: Event | None = None  # when its last gradient was in it; None: all work queued so far
         free_storage_(self.data)
 
     def _make_columns(self) -> Sequence[Any]:
@@ -144,41 +147,26 @@ class Bucket:
     @property
     def is_open(self) -> bool:
         """Whether any source has written since `close`."""
-        return self._missing is not None
-
-    def is_missing(self, index: int) -> bool:
-        """Whether the source at ``index`` has not written since the bucket was opened."""
-        return self._missing is None or index in self._missing
+        return len(self.missing) < len(self.sources)
 
     def write(self, index: int, zeros: bool = False) -> bool:
         """Make the source at ``index`` write its gradients, or ``zeros``; returns whether the bucket is complete."""
-        if self._missing is None:
+        if len(self.missing) == len(self.sources):
             alloc_storage_(self.data)
-            self._missing = set(range(len(self.sources)))
         self._columns[index].zero_() if zeros else self._writers[index].write()
-        self._missing.discard(index)
-        return not self._missing
+        self.missing.discard(index)
+        return not self.missing
 
     def launch(self) -> Transfer:
         """Start the sum over ranks, and over replicas if there are any; columns not written count as zeros."""
-        assert self._missing is not None
-        for index in self._missing:
+        for index in self.missing:
             self._columns[index].zero_()
-        self._uses += 1
-        first, replicas = self.sources[0], self.comms.replicas
-        scatter = self._reduce(exchange_tag("reduce_scatter", first.reduce_id, self._uses, self._members))
+        first, replicas, uses = self.sources[0], self.comms.replicas, next(self._uses)
+        scatter = self._reduce(exchange_tag("reduce_scatter", first.reduce_id, uses, self._members))
         if replicas is None:
             return scatter
-        tag = exchange_tag("reduce_scatter", first.replica_id, self._uses, self._members)
-        sources = [None if index in self._missing else source for index, source in enumerate(self.sources)]
-        widths = [source.shard_numel for source in self.sources]
-        kept: list[Tensor | None] = []  # lives as long as the `Chain`: another stream may own the memory
-
-        def sum_over_replicas(reduced: Tensor) -> Transfer:
-            kept[:] = [None if source is None else source.take_kept() for source in sources]
-            return replicas.sum_over_ranks(_add_runs(reduced, kept, widths), tag)
-
-        return Chain(scatter, sum_over_replicas)
+        tag = exchange_tag("reduce_scatter", first.replica_id, uses, self._members)
+        return Chain(scatter, lambda reduced: replicas.sum_over_ranks(self._add_kept(reduced), tag))
 
     def _reduce(self, tag: int) -> Transfer:
         return self.comms.reduce.reduce_scatter(self.data, tag)
@@ -189,22 +177,39 @@ class Bucket:
             reduced = reduced.clone()  # the bucket's memory is reused
         factor, *others = {source.division.after for source in self.sources}
         dtype, *dtypes = {source.landing_dtype for source in self.sources}
-        if not others and not dtypes and dtype not in (None, reduced.dtype):
-            wide = torch.empty_like(reduced, dtype=dtype)  # divided and cast by one kernel
-            reduced = torch.div(reduced, factor, out=wide) if factor != 1 else wide.copy_(reduced)
-        elif not others and factor != 1:
+        if others:
+            for source, part in zip(self.sources, self._parts(reduced), strict=True):
+                part.div_(source.division.after)
+        elif not dtypes and dtype not in (None, reduced.dtype):  # divided and cast by one kernel
+            reduced = torch.div(reduced, factor, out=torch.empty_like(reduced, dtype=dtype))
+        elif factor != 1:
             reduced.div_(factor)
-        parts = reduced.split([source.shard_numel for source in self.sources])
-        for source, part in zip(self.sources, parts, strict=True) if others else ():
-            part.div_(source.division.after)
-        for index, source in enumerate(self.sources):
-            if not self.is_missing(index):
-                source.accept_grad(parts[index])
+        for index, part in enumerate(self._parts(reduced)):
+            if index not in self.missing:
+                self.sources[index].accept_grad(part)
+
+    def _parts(self, reduced: Tensor) -> Sequence[Tensor]:
+        """The part of ``reduced`` ``[width]`` of each source."""
+        parts: Sequence[Tensor] = reduced.split([source.shard_numel for source in self.sources])
+        return parts
+
+    def _add_kept(self, reduced: Tensor) -> Tensor:
+        """Add what sources have kept to ``reduced``, in fp32 or wider, in place if it already has that dtype."""
+        kept = {i: source.take_kept() for i, source in enumerate(self.sources) if i not in self.missing}
+        runs = {i: run for i, run in kept.items() if run is not None}
+        if runs:
+            self._kept += runs.values()
+            reduced = reduced.to(torch.promote_types(reduced.dtype, torch.float32))
+            parts = self._parts(reduced)
+            for i, run in runs.items():
+                parts[i].add_(run)
+        return reduced
 
     def close(self) -> None:
         """Free the memory, and expect all sources again."""
         free_storage_(self.data)
-        self._missing = self.written = None
+        self._kept.clear()
+        self.missing.update(range(len(self.sources)))
 
 
 def pack(order: Sequence[Any], bucket_cap_mb: float) -> list[list[Any]]:
@@ -240,8 +245,8 @@ class Bucketer:
         self._stream = stream or Stream(torch.device("cpu"))
         self._order: list[tuple[GradSource, Communicators]] = []
         self._place: dict[GradSource, tuple[Bucket, int]] = {}
-        self._flying: deque[tuple[Bucket, Transfer, Event]] = deque()
-        self.due: Bucket | None = None  # complete; sent after the next gather
+        self._flying: deque[tuple[Bucket, Transfer]] = deque()
+        self.due: list[tuple[Bucket, Event]] = []  # complete at an event; sent after the next gather
         self.drops = False  # send zeros instead of gradients, and drop the sums
         self._error: Exception | None = None  # of a user's hook: raised by `drain`, when all ranks have sent all
 
@@ -251,11 +256,8 @@ class Bucketer:
         if self._order == expected:
             return
         self._order = expected
-        self._place = {}
-        for sources in pack(order, self.bucket_cap_mb):
-            bucket = sources[0].bucket_kind(sources)
-            for index, source in enumerate(sources):
-                self._place[source] = bucket, index
+        buckets = [sources[0].bucket_kind(sources) for sources in pack(order, self.bucket_cap_mb)]
+        self._place = {source: (bucket, index) for bucket in buckets for index, source in enumerate(bucket.sources)}
 
     def reduce(self, source: GradSource, yields: bool = False) -> None:
         """Write the gradients of ``source`` to its bucket, and send the bucket if it is complete.
@@ -275,15 +277,14 @@ class Bucketer:
                 alone.deliver(alone.data[0])
             return
         bucket, index = self._place.get(source, (None, 0))
-        if bucket is None or not bucket.is_missing(index):
+        if bucket is None or index not in bucket.missing:
             bucket, index = source.bucket_kind([source]), 0
-        while self._flying and (self._has_ended() or not (bucket.is_open or self._has_room(bucket.nbytes))):
+        while self._flying and (self._flying[0][1].is_completed() or self._is_crowded(bucket)):
             self._land()
         if not bucket.write(index, zeros=self.drops):
             return
         if yields and len(bucket.sources) > 1 and not bucket.data.is_cpu:
-            bucket.written = now(bucket.data.device)
-            self.due = bucket
+            self.due.append((bucket, now(bucket.data.device)))
         else:
             self.launch(bucket)
             lands = bucket.data.is_cpu and any(source.lands_at_once for source in bucket.sources)
@@ -292,15 +293,15 @@ class Bucketer:
 
     def send_due(self) -> None:
         """Send the bucket that has waited for a gather, if any."""
-        due, self.due = self.due, None
-        if due is not None:
-            self.launch(due)
+        if self.due:
+            self.launch(*self.due.pop())
 
     def drain(self) -> None:
         """Send all waiting buckets, full or not, and wait for all sums; raise what a user's hook has raised."""
         self.send_due()
-        for bucket in {id(bucket): bucket for bucket, _ in self._place.values()}.values():
-            if bucket.is_open and all(bucket is not flying for flying, _, _ in self._flying):
+        flying = [bucket for bucket, _ in self._flying]
+        for bucket in dict.fromkeys([bucket for bucket, _ in self._place.values()]):
+            if bucket.is_open and bucket not in flying:
                 self.launch(bucket)
         while self._flying:
             self._land()
@@ -310,11 +311,11 @@ class Bucketer:
 
     def reset(self) -> None:
         """Drop the buckets of an interrupted backward, after waiting for those in flight."""
-        self.due = self._error = None
+        self.due.clear()
+        self._error = None
         while self._flying:
-            bucket, transfer, done = self._flying.popleft()
+            bucket, transfer = self._flying.popleft()
             transfer.wait()
-            done.wait()
             bucket.close()
         for bucket, _ in self._place.values():
             bucket.close()
@@ -329,17 +330,21 @@ class Bucketer:
             if not self.drops:
                 source.accept_grad(reduced)
 
-    def launch(self, bucket: Bucket) -> None:
-        """Start the sum of ``bucket`` over ranks; on an accelerator also queue its delivery."""
-        self._stream.wait(bucket.written or now(bucket.data.device))
+    def launch(self, bucket: Bucket, written: Event | None = None) -> None:
+        """Start the sum of ``bucket`` over ranks; on an accelerator also queue its delivery.
+
+        ``written``: when its last gradient was in it; None: when all work queued so far is done.
+        """
+        self._stream.wait(written or now(bucket.data.device))
         with self._stream.use():
             transfer = bucket.launch()
-            try:
-                if not bucket.data.is_cpu:  # ordered by the stream: delivery is queued now, and the host never waits
-                    self.deliver(bucket, transfer)
-                    transfer.result = None  # its memory is needed no more; the stream keeps the order
-            finally:  # also if a user's hook raises: `reset` waits for it
-                self._flying.append((bucket, transfer, self._stream.record()))
+            if bucket.data.is_cpu:
+                self._flying.append((bucket, transfer))
+                return
+            try:  # ordered by the stream: delivery is queued now, and the host never waits
+                self.deliver(bucket, transfer)
+            finally:
+                self._flying.append((bucket, Transfer((self._stream.record(),))))
 
     def deliver(self, bucket: Bucket, transfer: Transfer) -> None:
         """Wait for ``transfer``, and pass its result to the sources of ``bucket``."""
@@ -351,31 +356,16 @@ class Bucketer:
             except Exception as error:  # of a hook: the other ranks wait for what this one still has to send
                 self._error = error
 
-    def _has_ended(self) -> bool:
-        """Whether the oldest bucket in flight is reduced: on an accelerator, whether its stream is that far."""
-        bucket, transfer, done = self._flying[0]
-        return transfer.is_completed() if bucket.data.is_cpu else done.has_passed()
-
-    def _has_room(self, nbytes: int) -> bool:
-        return not is_crowded(nbytes, [bucket.nbytes for bucket, _, _ in self._flying], self.bucket_cap_mb)
+    def _is_crowded(self, bucket: Bucket) -> bool:
+        """Whether ``bucket`` has no memory yet, and must wait for it."""
+        flying = [each.nbytes for each, _ in self._flying]
+        return not bucket.is_open and is_crowded(bucket.nbytes, flying, self.bucket_cap_mb)
 
     def _land(self) -> None:
         """Finish the oldest bucket in flight."""
-        bucket, transfer, done = self._flying.popleft()
+        bucket, transfer = self._flying.popleft()
         if bucket.data.is_cpu:
             self.deliver(bucket, transfer)
-        done.wait()  # invariant: the bucket's memory is not reused before the reduce stream has read it
+        else:
+            transfer.wait()  # invariant: the bucket's memory is not reused before the reduce stream has read it
         bucket.close()
-
-
-def _add_runs(line: Tensor, runs: Sequence[Tensor | None], numels: Sequence[int]) -> Tensor:
-    """Add each of ``runs`` to its part of ``line``, ``numels`` elements wide; None adds nothing.
-
-    If any run is not None, the sum is in fp32 or wider, and in place if ``line`` already has that dtype.
-    """
-    if any(run is not None for run in runs):
-        line = line.to(torch.promote_types(line.dtype, torch.float32))
-        for part, run in zip(line.split(numels), runs, strict=True):
-            if run is not None:
-                part.add_(run)
-    return line

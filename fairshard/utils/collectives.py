@@ -17,9 +17,10 @@ reduce-scatter copy more and take two to five times as long (``benchmarks/micro/
 process group. Local sums add in rank order, in fp32 for narrower dtypes, so that they do not depend on timing.
 """
 
+import itertools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -32,7 +33,7 @@ from torch.distributed import ProcessGroup
 from fairshard.errors import FairshardError
 from fairshard.utils.failures import explained
 from fairshard.utils.streams import now
-from fairshard.utils.transfers import Chain, Ready, Transfer, Works, wait_all
+from fairshard.utils.transfers import Chain, Message, Transfer, Works
 
 __all__ = ["counters", "reset_counters"]
 
@@ -65,22 +66,25 @@ class Communicator:
     exchanges, if they are used.
 
     Attributes:
+        peers: for each step of an exchange, the rank that this one receives from, and the one that it sends to; none
+            if no data moves, because the rank is alone or the group is fake.
         engines: what runs models whose first group this is, by the rest of what they run on.
         unfinished: works of dropped models, kept as long as the group; see `Works`.
-        is_real: whether data moves.
+        host_group: the same ranks, for tensors in host memory, if their backend has none; see `groups.on_host`.
     """
 
     def __init__(self, group: ProcessGroup, backend: str | None, exchange: ProcessGroup | None = None) -> None:
         self._group = weakref.ref(group)  # registries are keyed by it: a strong reference would keep both forever
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.backend = backend
-        self.is_real, self.is_gloo = backend != "fake", backend == "gloo"
         self.exchange = exchange
+        steps = range(1, self.world_size if backend != "fake" else 1)
+        self.peers = [((self.rank - by) % self.world_size, (self.rank + by) % self.world_size) for by in steps]
         self.engines: dict[tuple[Any, ...], Any] = {}
         self.unfinished: list[Any] = []
         self.counts: dict[str, tuple[int, int]] = {}
-        self._next_id = self._num_messages = 0
-        self._host: Communicator | None = None
+        self.host_group: ProcessGroup | None = None
+        self._ids, self._message_numbers = itertools.count(1), itertools.count(1)
 
     @property
     def group(self) -> ProcessGroup:
@@ -92,12 +96,8 @@ class Communicator:
 
     @property
     def host(self) -> "Communicator":
-        """The same ranks, for tensors in host memory: itself, unless its backend has none (see `groups.on_host`)."""
-        return self if self._host is None else self._host
-
-    def connect_host(self, host: "Communicator") -> None:
-        """Use ``host`` for tensors in host memory."""
-        self._host, self._host_group = host, host.group
+        """The same ranks, for tensors in host memory: itself, unless there is a `host_group`."""
+        return self if self.host_group is None else communicators[self.host_group]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """``value`` of every rank, pickled. **Collective**; for error messages, never on the fast path."""
@@ -105,13 +105,11 @@ class Communicator:
 
     def gather_messages(self, rows: Tensor) -> Transfer:
         """See `all_gather`. Counted separately; only one at a time. **Collective.**"""
-        self._num_messages += 1
-        return RowGather(self, rows, "agreement").start(exchange_tag("all_gather", 0, self._num_messages))
+        return RowGather(self, rows, "agreement").start(exchange_tag("all_gather", 0, next(self._message_numbers)))
 
     def new_id(self) -> int:
         """A number for one flat param, equal on all ranks if they build their models in the same order."""
-        self._next_id += 1
-        return self._next_id
+        return next(self._ids)
 
     def all_gather(self, buffer: Tensor, tag: int) -> Transfer:
         """Fill each row of ``buffer`` ``[world_size, shard_numel]``, in place, from the rank that owns it.
@@ -131,14 +129,12 @@ class Communicator:
         self.count("reduce_scatter", bucket.nbytes - bucket.nbytes // self.world_size)
         if self.world_size == 1:
             return Transfer(result=bucket[0])
-        if not self.is_gloo or not bucket.is_cpu:
-            return self._scatter_native(bucket)
-        if self.exchange is None:
-            received = torch.empty_like(bucket)
-            works = [dist.all_to_all_single(received.view(-1), bucket.view(-1), group=self.group, async_op=True)]
-            return Transfer(works, finish=lambda: sum_in_order(list(received)))
-        works, rows = self._exchange_rows(self.exchange, bucket, tag)
-        return Transfer(works, finish=lambda: sum_in_order(rows, into=rows[self.rank == 0]))
+        if self.backend != "gloo" or not bucket.is_cpu:
+            reduced, power = bucket.new_empty(bucket.size(1)), self.divide_fp16(bucket)
+            return undivided(getattr(self.group, SCATTER)(reduced, bucket.view(-1)), reduced, power)
+        if self.exchange is not None:
+            return self.exchange_rows(self.exchange, bucket.unbind(), tag)
+        return self._sum_received(bucket)
 
     @explained
     def sum_over_ranks(self, tensor: Tensor, tag: int) -> Transfer:
@@ -150,22 +146,19 @@ class Communicator:
         self.count("all_reduce", tensor.nbytes)
         if self.world_size == 1:
             return Transfer(result=tensor)
-        if not self.is_gloo or not tensor.is_cpu:
-            return self._sum_native(tensor)
+        if self.backend != "gloo" or not tensor.is_cpu:
+            power = self.divide_fp16(tensor)
+            return undivided(dist.all_reduce(tensor, group=self.group, async_op=True), tensor, power)
         if self.exchange is not None:
-            works, rows = self._exchange_rows(self.exchange, tensor.expand(self.world_size, -1), tag)
-            return Transfer(works, finish=lambda: sum_in_order(rows, into=rows[self.rank == 0]))
-        width = -(-tensor.numel() // self.world_size)
-        sent, received = tensor.new_zeros(2, self.world_size, width)  # one memory: `received` keeps what is sent
+            return self.exchange_rows(self.exchange, [tensor] * self.world_size, tag)
+        sent = tensor.new_zeros(self.world_size, -(-tensor.numel() // self.world_size))
         sent.view(-1)[: tensor.numel()] = tensor
-        works = [dist.all_to_all_single(received.view(-1), sent.view(-1), group=self.group, async_op=True)]
 
         def gather(part: Tensor) -> Transfer:
-            line = part.new_empty(self.world_size * width)
-            work = getattr(self.group, GATHER)(line, part)
-            return Transfer((work,), line[: tensor.numel()])
+            line = part.new_empty(sent.numel())  # `sent` must live until then
+            return Transfer((getattr(self.group, GATHER)(line, part),), line[: tensor.numel()])
 
-        return Chain(Transfer(works, finish=lambda: sum_in_order(list(received))), gather)
+        return Chain(self._sum_received(sent), gather)
 
     @explained
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Transfer:
@@ -176,14 +169,6 @@ class Communicator:
         work = dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=self.group, async_op=True)
         return Transfer((work,), tensor)
 
-    def _sum_native(self, tensor: Tensor) -> Transfer:
-        """The backend's own all-reduce; divides fp16 first."""
-        power = self.divide_fp16(tensor)
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        if power > 1:
-            return Transfer((work,), finish=lambda: tensor.float().mul_(power))
-        return Transfer((work,), tensor)
-
     def divide_fp16(self, tensor: Tensor) -> float:
         """Divide an fp16 ``tensor`` by a power of two, which is exact, to avoid overflow of sums; returns the power."""
         power = 2.0 ** math.ceil(math.log2(self.world_size)) if tensor.dtype == torch.float16 else 1.0
@@ -191,29 +176,28 @@ class Communicator:
             tensor.div_(power)
         return power
 
-    def _scatter_native(self, bucket: Tensor) -> Transfer:
-        """The backend's own reduce-scatter; divides fp16 first."""
-        reduced = bucket.new_empty(bucket.size(1))
-        power = self.divide_fp16(bucket)
-        work = getattr(self.group, SCATTER)(reduced, bucket.view(-1))
-        if power > 1:
-            return Transfer((work,), finish=lambda: reduced.float().mul_(power))
-        return Transfer((work,), reduced)
+    def exchange_rows(self, exchange: ProcessGroup, rows: Sequence[Tensor], tag: int) -> Transfer:
+        """Send ``rows[i]`` directly to rank ``i``; the sum of what this rank gets, in rank order. **Collective.**"""
+        own = rows[self.rank]
+        received = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.world_size)]
+        works = Works(exchange, self.messages(rows, received), tag, self.unfinished)
+        return Transfer(works, finish=lambda: sum_in_order(received, into=received[self.rank == 0]))
 
-    def _exchange_rows(self, exchange: ProcessGroup, bucket: Tensor, tag: int) -> tuple[list[Any], list[Tensor]]:
-        """Send row ``i`` to rank ``i``; returns the works, and the rows to sum in rank order."""
-        rows = [bucket.new_empty(bucket.size(1)) for _ in range(1, self.world_size)]
-        works = Works(self.unfinished)
-        try:
-            for step in range(1, self.world_size):
-                source, target = (self.rank - step) % self.world_size, (self.rank + step) % self.world_size
-                row = rows[source if source < self.rank else source - 1]
-                works.append(exchange.recv([row], source, tag))
-                works.append(exchange.send([bucket[target]], target, tag))
-        except Exception as error:
-            wait_all(works, error)
-        rows.insert(self.rank, bucket[self.rank])
-        return works, rows
+    def messages(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Message]:
+        """Those that send ``sent[i]`` to rank ``i`` and fill ``received[i]`` from it; empty tensors take none."""
+        messages: list[Message] = []
+        for source, target in self.peers:
+            if received[source].numel():
+                messages.append(("recv", [received[source]], source))
+            if sent[target].numel():
+                messages.append(("send", [sent[target]], target))
+        return messages
+
+    def _sum_received(self, rows: Tensor) -> Transfer:
+        """Like `exchange_rows`, by the backend's all-to-all."""
+        received = torch.empty_like(rows)
+        works = [dist.all_to_all_single(received.view(-1), rows.view(-1), group=self.group, async_op=True)]
+        return Transfer(works, finish=lambda: sum_in_order(list(received)))
 
     def count(self, kind: Kind, nbytes: int) -> None:
         """Count one collective and the bytes that it moves."""
@@ -247,22 +231,17 @@ UserGather = Callable[["RowGather"], "RowGather"]
 class RowGather:
     """An all-gather of the rows of one buffer, prepared for repeated use."""
 
-    __slots__ = ("_exchange", "_kind", "_line", "_native", "_nbytes", "_own", "_peers", "buffer", "comm")
+    __slots__ = ("_exchange", "_kind", "_line", "_messages", "_native", "_nbytes", "_own", "buffer", "comm")
 
     def __init__(self, comm: Communicator, buffer: Tensor, kind: Kind = "all_gather") -> None:
-        self.comm = comm
+        self.comm, self.buffer = comm, buffer
         self._kind: Kind = kind
-        self.buffer = buffer
-        self._line = buffer.view(-1)
-        self._own = buffer[comm.rank]
+        self._line, self._own = buffer.view(-1), buffer[comm.rank]
         self._nbytes = buffer.nbytes - buffer.nbytes // comm.world_size
-        small = comm.world_size == 4 and buffer.nbytes < _EXCHANGE_MIN_BYTES_AT_FOUR
-        self._exchange = None if small or not buffer.is_cpu else comm.exchange
         self._native = getattr(comm.group, GATHER)
-        distances = range(1, comm.world_size)
-        sources = [(comm.rank - distance) % comm.world_size for distance in distances]
-        targets = [(comm.rank + distance) % comm.world_size for distance in distances]
-        self._peers = [(source, buffer[source], target) for source, target in zip(sources, targets, strict=True)]
+        is_small = comm.world_size == 4 and buffer.nbytes < _EXCHANGE_MIN_BYTES_AT_FOUR
+        self._exchange = comm.exchange if buffer.is_cpu and not is_small else None
+        self._messages = comm.messages([self._own] * comm.world_size, buffer.unbind()) if self._exchange else []
 
     def through(self, user: UserGather | None) -> "RowGather":
         """This gather, or that of ``user``, which replaces it."""
@@ -273,19 +252,11 @@ class RowGather:
         """Gather; this rank's row is already written. See `Communicator.all_gather`."""
         comm = self.comm
         if comm.world_size == 1:  # nothing is sent, but this stream may have just written the row
-            return Ready(now(self.buffer.device), self.buffer)
+            return Transfer((now(self.buffer.device),), self.buffer)
         comm.count(self._kind, self._nbytes)
-        exchange = self._exchange
-        if exchange is None:
+        if self._exchange is None:
             return Transfer((self._native(self._line, self._own),), self.buffer)
-        works = Works(comm.unfinished)
-        try:
-            for source, row, target in self._peers:
-                works.append(exchange.recv([row], source, tag))
-                works.append(exchange.send([self._own], target, tag))
-        except Exception as error:
-            wait_all(works, error)
-        return Transfer(works, self.buffer)
+        return Transfer(Works(self._exchange, self._messages, tag, comm.unfinished), self.buffer)
 
 
 communicators: "weakref.WeakKeyDictionary[ProcessGroup, Communicator]" = weakref.WeakKeyDictionary()
@@ -299,10 +270,9 @@ def counters() -> dict[str, tuple[int, int]]:
     tensor for an all-reduce. A direct exchange counts once. Groups of one rank are not counted.
     """
     totals: dict[str, tuple[int, int]] = {}
-    for comm in communicators.values():
-        for kind, (number, nbytes) in comm.counts.items():
-            before = totals.get(kind, (0, 0))
-            totals[kind] = (before[0] + number, before[1] + nbytes)
+    for kind, (number, nbytes) in [item for comm in communicators.values() for item in comm.counts.items()]:
+        before = totals.get(kind, (0, 0))
+        totals[kind] = before[0] + number, before[1] + nbytes
     return totals
 
 
@@ -320,6 +290,13 @@ def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def undivided(work: Any, result: Tensor, power: float) -> Transfer:
+    """Wait for ``work``, which makes ``result`` of what `Communicator.divide_fp16` has divided by ``power``."""
+    if power == 1:
+        return Transfer((work,), result)
+    return Transfer((work,), finish=lambda: result.float().mul_(power))
 
 
 def sum_in_order(rows: list[Tensor], into: Tensor | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from fairshard.utils.collectives import GATHER, SCATTER, Communicator, RowGather
 from fairshard.utils.groups import backend_name
 from fairshard.utils.streams import now
-from fairshard.utils.transfers import Ready, Transfer
+from fairshard.utils.transfers import Transfer
 
 
 class Comm(ABC):
@@ -78,7 +78,7 @@ class CustomGather(RowGather):
         own.copy_(buffer[comm.rank])
         _wait(self._custom(output_tensor=output, input_tensor=own, group=comm.group, async_op=False))
         buffer.copy_(output.view_as(buffer))
-        return Ready(now(buffer.device), buffer)
+        return Transfer((now(buffer.device),), buffer)
 
 
 class CustomReduce(Communicator):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import CodeType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -25,17 +24,17 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 
 
-def _none(_tracer: Any) -> None:
-    """Stand-in for `set_tracer` if torch has no tracer."""
-
-
-set_tracer: Callable[[Any], Any] = getattr(_frames, "set_eval_frame", _none)
+set_tracer: Callable[[Any], Any] = getattr(_frames, "set_eval_frame", lambda _tracer: None)
 """Set the tracer of this thread, None for no tracer, and return the one before."""
 
 
 def not_traced(function: _F) -> _F:
     """Make the tracer ignore the frame of ``function``; functions that it calls are traced, and callers inline it."""
-    _skip(function.__code__)
+    if hasattr(_frames, "skip_code"):
+        _frames.skip_code(function.__code__)
+    elif hasattr(_frames, "set_code_exec_strategy"):
+        action = _frames._FrameAction
+        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
     return function
 
 
@@ -70,11 +69,3 @@ def allows_breaks(tracer: Any) -> bool:
     for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):  # the latter before torch 2.9
         tracer = getattr(tracer, name, tracer)
     return not getattr(tracer, "_one_graph", False)
-
-
-def _skip(code: CodeType) -> None:
-    if hasattr(_frames, "skip_code"):
-        _frames.skip_code(code)
-    elif hasattr(_frames, "set_code_exec_strategy"):
-        action = _frames._FrameAction
-        _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(action.SKIP, action.DEFAULT))

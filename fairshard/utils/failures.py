@@ -20,13 +20,10 @@ Collective = TypeVar("Collective", bound=Callable[..., Any])
 
 
 class Observer(Protocol):
-    """Hears of the failures on this rank."""
+    """Knows more about failures on this rank."""
 
     def explain(self, error: Exception) -> FairshardError:
         """The error to raise for a collective that failed with ``error``."""
-
-    def note_raised(self, error: Exception) -> None:
-        """This rank raises ``error`` alone."""
 
 
 observers: weakref.WeakKeyDictionary[ProcessGroup, Observer] = weakref.WeakKeyDictionary()
@@ -35,7 +32,7 @@ observers: weakref.WeakKeyDictionary[ProcessGroup, Observer] = weakref.WeakKeyDi
 
 def observer() -> Observer | None:
     """The observer of the current default group."""
-    world = dist.group.WORLD if dist.is_available() else None
+    world = dist.group.WORLD
     return None if world is None else observers.get(world)
 
 
@@ -43,14 +40,6 @@ def explain(error: Exception) -> FairshardError:
     """The error to raise for a collective that failed with ``error``; an observer may take seconds to find it."""
     own = observer()
     return CollectiveFailedError(f"A collective failed: {error}") if own is None else own.explain(error)
-
-
-def reported(error: FairshardError) -> FairshardError:
-    """``error``, which this rank may raise alone: ranks that wait for it until a collective fails then name it."""
-    own = observer()
-    if own is not None:
-        own.note_raised(error)
-    return error
 
 
 def explained(collective: Collective) -> Collective:

@@ -32,12 +32,14 @@ def communicator(group: ProcessGroup) -> Communicator:
 
 def on_host(comm: Communicator) -> Communicator:
     """The ranks of ``comm``, for tensors in host memory. **Collective** the first time."""
-    if backend_name(comm.group, _HOST) is None and comm.host is comm:
-        comm.connect_host(communicator(gloo_twin(comm.group)))
+    if backend_name(comm.group, _HOST) is None and comm.host_group is None:
+        comm.host_group = gloo_twin(comm.group)
+        communicator(comm.host_group)
     return comm.host
 
 
-_groups_of_one: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
+_Groups = weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]
+_groups_of_one = _Groups()
 
 
 def group_of_one() -> ProcessGroup:
@@ -121,41 +123,60 @@ def communicates(group: ProcessGroup, device: torch.device) -> bool:
     return backend_name(group, device) not in (None, "gloo", "mpi", "fake", "threaded")
 
 
-_host_groups: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
+_parts: "weakref.WeakKeyDictionary[ProcessGroup, dict[int, ProcessGroup]]" = weakref.WeakKeyDictionary()
 
 
-@explained
+def part_of(comm: Communicator, size: bool | int, fqn: str) -> Communicator | None:
+    """The group of ``size`` consecutive ranks of ``comm`` with this rank; None for a bool, one rank, or all ranks.
+
+    **Collective** on the first use of a size.
+
+    Raises:
+        ValueError: ``size`` does not divide the number of ranks.
+    """
+    if isinstance(size, bool) or comm.world_size in (1, size):
+        return None
+    if comm.world_size % size:
+        raise ValueError(
+            f"`reshard_after_forward` must divide the number of ranks, {comm.world_size}, but is {size} for unit "
+            f"`{fqn or 'root'}`. Pass a divisor, or True."
+        )
+    known = _parts.setdefault(comm.group, {})
+    if size not in known:
+        ranks = dist.get_process_group_ranks(comm.group)
+        first = comm.rank - comm.rank % size
+        known[size] = subgroup(ranks[first : first + size], comm.group)
+    return communicator(known[size])
+
+
+_host_groups, _copy_groups = _Groups(), _Groups()
+
+
 def host_group() -> ProcessGroup | None:
     """A separate gloo group of all ranks for work beside training. **Collective** on the first call.
 
     None if torch.distributed is not initialised: then there is one process. It has the timeout of the default group;
     ranks that may work longer than others meanwhile send messages (see ``checkpoint/agreement.py``).
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    world = default_group()
-    found = _host_groups.get(world)
-    if found is None:
-        found = _host_groups[world] = dist.new_group(backend="gloo", timeout=timeout_of(world))
-    return found
+    return _gloo_group(_host_groups)
 
 
-_copy_groups: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
-
-
-@explained
 def copy_group() -> ProcessGroup | None:
     """As `host_group`, for copies in memory, which do not wait for a save. **Collective** on the first call.
 
     It keeps the timeout of the default group: no rank writes to a disk between its messages.
     """
+    return _gloo_group(_copy_groups)
+
+
+@explained
+def _gloo_group(known: _Groups) -> ProcessGroup | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     world = default_group()
-    found = _copy_groups.get(world)
-    if found is None:
-        found = _copy_groups[world] = dist.new_group(backend="gloo", timeout=timeout_of(world))
-    return found
+    if world not in known:
+        known[world] = dist.new_group(backend="gloo", timeout=timeout_of(world))
+    return known[world]
 
 
 def fail_at_once(group: ProcessGroup | None) -> None:

@@ -61,8 +61,9 @@ class FlatLayout:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """Every (parameter, row) overlap, in the order of the line."""
-        return tuple(piece for index in range(len(self.numels)) for piece in self._cut(index, self.param_span(index)))
+        """Every (parameter, row) overlap, parameter by parameter."""
+        blocks = [(index, block) for index, own in enumerate(self.blocks) for block in own]
+        return tuple(Piece(index, row, span, block.columns) for index, block in blocks for row, span in block.by_row())
 
     @cached_property
     def blocks(self) -> tuple[Sequence[Block], ...]:
@@ -74,15 +75,10 @@ class FlatLayout:
         """The blocks of the padding; they are zero in every transfer."""
         return [block for gap in self.gaps for block in rectangles(gap, self.shard_numel)]
 
+    def describe(self, index: int) -> str:
+        """Where parameter ``index`` lies, in words, if its size alone does not say that; equal on all ranks."""
+        return ""
+
     def pieces_of(self, rank: int) -> list[Piece]:
         """The pieces that rank ``rank`` owns, parameter by parameter."""
         return [piece for piece in self.pieces if piece.row == rank]
-
-    def _cut(self, index: int, span: Span) -> list[Piece]:
-        rows = range(span.start // self.shard_numel, cut(span.stop, self.shard_numel)) if span.numel else ()
-        pieces = []
-        for row in rows:
-            columns = part(row, self.shard_numel)
-            shared = overlap(span, columns)
-            pieces.append(Piece(index, row, shared.shift(-span.start), shared.shift(-columns.start)))
-        return pieces

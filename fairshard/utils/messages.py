@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fairshard.utils.collectives import GATHER, Communicator
+from fairshard.utils.collectives import GATHER
 from fairshard.utils.failures import explained
 from fairshard.utils.groups import default_group, gloo_twin
 
@@ -110,16 +110,6 @@ def exchange_parts(line: Tensor, to: Sequence[int], of: Sequence[int], group: Pr
     target, source = received.view(torch.uint8), line.view(torch.uint8)
     num_in, num_out = ([width * numel for numel in each] for each in (of, to))
     return received, dist.all_to_all_single(target, source, num_in, num_out, group, async_op=True)
-
-
-def agree(comm: Communicator, number: int, device: torch.device) -> bool:
-    """Whether every rank of ``comm`` passed the same 63-bit ``number``. **Collective.**"""
-    if comm.world_size == 1 or not comm.is_real:
-        return True
-    both = torch.tensor([number, -number], dtype=torch.int64, device=device)
-    largest = comm.all_reduce(both, "max").wait()
-    assert largest is not None
-    return largest[0].item() == number and -largest[1].item() == number
 
 
 class Poll:

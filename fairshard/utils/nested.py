@@ -1,7 +1,7 @@
 """Map a function over the tensors of nested arguments, keeping every container's type."""
 
 import dataclasses
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -29,11 +29,9 @@ def apply_to_tensors(fn: Callable[[Tensor], Any], container: Any) -> Any:
         return container
     if isinstance(container, PackedSequence):
         return PackedSequence(fn(container.data), *container[1:])
-    if isinstance(container, tuple):
+    if isinstance(container, (tuple, list, set, frozenset)):
         values = [apply_to_tensors(fn, value) for value in container]
         return type(container)(*values) if hasattr(container, "_fields") else type(container)(values)
-    if isinstance(container, (list, set, frozenset)):
-        return type(container)([apply_to_tensors(fn, value) for value in container])
     if isinstance(container, Mapping):
         return _map_dict(fn, container)
     if dataclasses.is_dataclass(container) and not isinstance(container, type):
@@ -48,10 +46,10 @@ def plain_objects(container: Any) -> list[Any] | None:
     None: some other object cannot be looked into, or containers hold themselves.
     """
     found: dict[int, Any] = {}
-    waiting, num_walked = [] if isinstance(container, _NOT_WALKED) else [(container, 0)], 0
+    waiting, num_walked = [(container, 0)], 0
     while waiting:
         one, depth = waiting.pop()
-        if id(one) in found:
+        if isinstance(one, _NOT_WALKED) or id(one) in found:
             continue
         num_walked += 1
         if num_walked > _MAX_WALKED or depth > _MAX_DEPTH:
@@ -68,7 +66,7 @@ def plain_objects(container: Any) -> list[Any] | None:
             inside, depth = vars(one).values(), -1  # each attribute is mapped by itself
         else:
             return None
-        waiting += [(value, depth + 1) for value in inside if not isinstance(value, _NOT_WALKED)]
+        waiting += [(value, depth + 1) for value in inside]
     return list(found.values())
 
 
@@ -125,7 +123,7 @@ def _map_dict(fn: Callable[[Tensor], Any], container: Mapping[Any, Any]) -> Any:
         return type(container)(container.default_factory, items)
     if dataclasses.is_dataclass(container):  # ModelOutput: a dataclass that is also an OrderedDict
         return type(container)(**items)
-    return type(container)(items) if not isinstance(container, OrderedDict) else type(container)(items.items())  # type: ignore[call-arg]
+    return type(container)(items)  # type: ignore[call-arg]
 
 
 def _map_dataclass(fn: Callable[[Tensor], Any], container: Any) -> Any:

@@ -12,7 +12,6 @@ from functools import cached_property
 from itertools import accumulate
 
 from fairshard.utils.block import Block
-from fairshard.utils.layout import Piece
 from fairshard.utils.ragged_layout import RaggedLayout
 from fairshard.utils.span import Span
 
@@ -50,9 +49,9 @@ class OwnedLayout(RaggedLayout):
 
     @cached_property
     def blocks(self) -> tuple[Sequence[Block], ...]:
-        """For each parameter the block that holds it."""
-        pieces = [self._cut(index, self.param_span(index)) for index in range(len(self.numels))]
-        return tuple([Block(Span(each.row, each.row + 1), each.target, each.source) for each in own] for own in pieces)
+        """For each parameter the block that holds it; none for one without elements."""
+        own = [(Span(owner, owner + 1), self.columns_of(index)) for index, owner in enumerate(self.owners)]
+        return tuple([Block(row, span, span.shift(-span.start))] if span.numel else [] for row, span in own)
 
     @cached_property
     def empty_blocks(self) -> list[Block]:
@@ -63,7 +62,3 @@ class OwnedLayout(RaggedLayout):
     def columns_of(self, index: int) -> Span:
         """The span of parameter ``index`` in its owner's row."""
         return Span(0, self.numels[index]).shift(self._columns[index])
-
-    def _cut(self, index: int, span: Span) -> list[Piece]:
-        whole = span.shift(-span.start)
-        return [Piece(index, self.owners[index], whole, self.columns_of(index))] if span.numel else []

@@ -20,7 +20,7 @@ class PartGather(RowGather):
     The tensors of a part may differ in size, and be empty. Needs the direct exchange of ``comm``; counts as one gather.
     """
 
-    __slots__ = ("_messages",)
+    __slots__ = ("_parts",)
 
     def __init__(self, comm: Communicator, rows: Tensor, parts: Sequence[Sequence[Tensor]]) -> None:
         super().__init__(comm, rows)
@@ -28,13 +28,13 @@ class PartGather(RowGather):
         assert exchange is not None
         assert len(parts) <= MAX_PARTS
         self._nbytes += sum(each.nbytes for part in parts for rank, each in enumerate(part) if rank != own)
-        self._messages: list[tuple[Callable[..., Any], list[Tensor], int, int]] = []
-        for source, _, target in self._peers:
+        self._parts: list[tuple[Callable[..., Any], list[Tensor], int, int]] = []
+        for source, target in comm.peers:
             for number, part in enumerate(parts, 1):
                 if part[source].numel():
-                    self._messages.append((exchange.recv, [part[source]], source, number << 8))
+                    self._parts.append((exchange.recv, [part[source]], source, number << 8))
                 if part[own].numel():
-                    self._messages.append((exchange.send, [part[own]], target, number << 8))
+                    self._parts.append((exchange.send, [part[own]], target, number << 8))
 
     def start(self, tag: int) -> Transfer:
         """Gather; this rank's row and parts are already written. See `Communicator.all_gather`."""
@@ -44,7 +44,7 @@ class PartGather(RowGather):
         else:
             self.comm.count("all_gather", self._nbytes)
         try:
-            for message, tensors, peer, number in self._messages:
+            for message, tensors, peer, number in self._parts:
                 works.append(message(tensors, peer, tag | number))
         except Exception as error:
             wait_all(works, error)

@@ -25,11 +25,10 @@ def host_empty_like(like: Tensor, compute_device: torch.device) -> Tensor:
 
     If the limit of locked memory is reached, the memory is pageable, with one warning.
     """
-    if not is_asynchronous(compute_device):
-        return torch.empty(like.shape, dtype=like.dtype, device=_HOST)
-    if not can_register(compute_device):
-        return torch.empty(like.shape, dtype=like.dtype, device=_HOST, pin_memory=True)
-    return _pinned_empty(like.numel(), like.dtype, compute_device).view(like.shape)
+    is_pinned = is_asynchronous(compute_device)
+    if is_pinned and can_register(compute_device):
+        return _pinned_empty(like.numel(), like.dtype, compute_device).view(like.shape)
+    return torch.empty(like.shape, dtype=like.dtype, device=_HOST, pin_memory=is_pinned)
 
 
 def can_register(device: torch.device) -> bool:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fairshard.errors import RanksDisagreeError
+from fairshard.utils.agree import agree
 from fairshard.utils.collectives import Communicator
-from fairshard.utils.messages import agree, broadcast
+from fairshard.utils.messages import broadcast
 from fairshard.utils.span import Span
 
 

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from fairshard.utils.block import Block, rectangles
-from fairshard.utils.layout import FlatLayout, Piece
+from fairshard.utils.layout import FlatLayout
 from fairshard.utils.span import Span, cut
 
 
@@ -54,19 +54,6 @@ class RowsLayout(FlatLayout):
         if not rank or all(rows is not None for rows, _ in self.sizes):
             return [Span(0, self.shard_numel)]
         return [piece.target for piece in self.pieces_of(rank) if self.sizes[piece.index][0] is not None]
-
-    @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
-        """The piece of each parameter on each rank."""
-        pieces = []
-        for index, (rows, row_numel) in enumerate(self.sizes):
-            for rank in range(self.world_size):
-                numel = self.num_rows(index, rank) * row_numel
-                if numel:
-                    start = 0 if rows is None else rank * self.widths[index]
-                    source = Span(start, start + numel)
-                    pieces.append(Piece(index, rank, source, Span(0, numel).shift(self.columns[index])))
-        return tuple(pieces)
 
     @cached_property
     def blocks(self) -> tuple[Sequence[Block], ...]:

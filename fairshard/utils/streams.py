@@ -19,16 +19,11 @@ def is_asynchronous(device: torch.device) -> bool:
 
 
 class Stream:
-    """An ordered queue of work on one device, at a given priority (negative: sooner).
-
-    Attributes:
-        is_asynchronous: whether the queue is separate from the program itself.
-    """
+    """An ordered queue of work on one device, at a given priority (negative: sooner); on CPU the program itself."""
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self._real: Any = None
-        self.is_asynchronous = is_asynchronous(device)
-        if self.is_asynchronous:
+        if is_asynchronous(device):
             kind = getattr(torch.get_device_module(device.type), "Stream", torch.Stream)
             self._real = kind(device, priority=priority)
 
@@ -37,7 +32,6 @@ class Stream:
         """Wrap the user's stream; None is the program itself."""
         stream = cls(torch.device("cpu"))
         stream._real = real
-        stream.is_asynchronous = real is not None
         return stream
 
     def use(self) -> contextlib.AbstractContextManager[Any]:
@@ -84,7 +78,7 @@ class Event:
         if self.real is not None:
             current_stream(self.real.device).wait_event(self.real)
 
-    def has_passed(self) -> bool:
+    def is_completed(self) -> bool:
         """Whether `synchronize` would return immediately."""
         return self.real is None or bool(self.real.query())
 

@@ -4,13 +4,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fairshard.utils.failures import explain
-from fairshard.utils.streams import Event
+
+Message = tuple[str, list[Tensor], int]
+"""``"send"`` or ``"recv"``, what is sent or filled, and the rank at the other end."""
 
 
 class Works(list[Any]):
-    """Works of one direct exchange; those that nobody waits for are moved to ``kept`` together with their memory.
+    """Works of ``messages`` in ``group``; those that nobody waits for are moved to ``kept`` together with their memory.
 
     A model whose backward has raised may be dropped while they run. gloo stops reading what a rank sends if the memory
     for it is gone, so that all later exchanges with that rank would hang.
@@ -18,9 +21,14 @@ class Works(list[Any]):
 
     __slots__ = ("_kept",)
 
-    def __init__(self, kept: list[Any]) -> None:
+    def __init__(self, group: ProcessGroup, messages: Sequence[Message], tag: int, kept: list[Any]) -> None:
         super().__init__()
         self._kept = kept
+        try:
+            for name, tensors, peer in messages:
+                self.append(getattr(group, name)(tensors, peer, tag))
+        except Exception as error:
+            wait_all(self, error)
 
     def __del__(self) -> None:
         if any(not work.is_completed() for work in self):
@@ -28,7 +36,7 @@ class Works(list[Any]):
 
 
 class Transfer:
-    """A running collective. The caller keeps the tensors that it reads.
+    """A running collective, or work queued before an `Event`. The caller keeps the tensors that it reads.
 
     ``wait`` makes the current stream (on CPU: the calling thread) wait for it, and returns ``result``. It waits for
     every work even if one fails, because a work that is not waited for would make the next collective time out.
@@ -60,48 +68,26 @@ class Transfer:
         return all(work.is_completed() for work in self.works)
 
 
-class Ready(Transfer):
-    """Transfer that ends when the work queued on a stream has ended."""
-
-    __slots__ = ("_done",)
-
-    def __init__(self, done: Event, result: Tensor) -> None:
-        super().__init__(result=result)
-        self._done = done
-
-    def wait(self) -> Tensor | None:
-        """Make the current stream wait for it."""
-        self._done.wait()
-        return self.result
-
-
 class Chain(Transfer):
     """Two transfers: the second starts with the result of the first; at once, if the first has nothing to wait for."""
 
     __slots__ = ("_first", "_next", "_start")
 
-    def __init__(self, first: Transfer, start: Callable[[Tensor], Transfer]) -> None:
+    def __init__(self, first: Transfer, start: Callable[[Any], Transfer]) -> None:
         super().__init__()
-        self._first = first
-        self._start = start
-        self._next: Transfer | None = None
-        if not first.works and first.result is not None:
-            self._second()
+        self._first, self._start = first, start
+        is_ready = not first.works and first.result is not None
+        self._next = start(first.result) if is_ready else None
 
     def wait(self) -> Tensor | None:
         """See `Transfer.wait`. On CPU the calling thread waits for the first before the second starts."""
-        return self._second().wait()
+        if self._next is None:
+            self._next = self._start(self._first.wait())
+        return self._next.wait()
 
     def is_completed(self) -> bool:
         """See `Transfer.is_completed`. *Invariant*: starts nothing, because ranks call it at different times."""
         return self._next is not None and self._next.is_completed()
-
-    def _second(self) -> Transfer:
-        if self._next is None:
-            made = self._first.wait()
-            assert made is not None
-            self._next = self._start(made)
-        return self._next
 
 
 def wait_all(works: Sequence[Any], failure: Exception | None = None) -> None:

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fairshard.utils.collectives import GATHER, SCATTER, Communicator, UserGather, sum_in_order
+from fairshard.utils.collectives import GATHER, SCATTER, Communicator, UserGather, sum_in_order, undivided
 from fairshard.utils.failures import explained
 from fairshard.utils.groups import backend_name
-from fairshard.utils.transfers import Transfer, wait_all
+from fairshard.utils.transfers import Transfer, Works, wait_all
 
 
 class UnequalGather:
@@ -38,8 +38,7 @@ class UnequalGather:
         self._nbytes = sum(row.nbytes for rank, row in enumerate(rows) if rank != own)
         self._is_gloo = _is_gloo(comm, rows[own])
         self._exchange = comm.exchange if rows[own].is_cpu else None
-        distances = range(1, comm.world_size)
-        self._peers = [((own - by) % comm.world_size, (own + by) % comm.world_size) for by in distances]
+        self._messages = comm.messages([rows[own]] * comm.world_size, rows)
 
     def through(self, user: UserGather | None) -> UnequalGather:
         """Itself: a user's gather has rows of one width."""
@@ -50,22 +49,17 @@ class UnequalGather:
         """Gather; this rank's row is already written. See `Communicator.all_gather`."""
         comm, own = self._comm, self._own
         comm.count("all_gather", self._nbytes)
-        if self._exchange is None and not self._is_gloo:
+        if self._exchange is not None:
+            return Transfer(Works(self._exchange, self._messages, tag, comm.unfinished))
+        if not self._is_gloo:
             if self._line is not None:
                 return Transfer((getattr(comm.group, GATHER)(self._line, own),))
             return Transfer((dist.all_gather(self._rows, own, group=comm.group, async_op=True),))
         works: list[Any] = []
         try:
-            if self._exchange is None:
-                for rank, row in enumerate(self._rows):
-                    if row.numel():
-                        works.append(dist.broadcast(row, group=comm.group, group_src=rank, async_op=True))
-            else:
-                for source, target in self._peers:
-                    if self._rows[source].numel():
-                        works.append(self._exchange.recv([self._rows[source]], source, tag))
-                    if own.numel():
-                        works.append(self._exchange.send([own], target, tag))
+            for rank, row in enumerate(self._rows):
+                if row.numel():
+                    works.append(dist.broadcast(row, group=comm.group, group_src=rank, async_op=True))
         except Exception as error:
             wait_all(works, error)
         return Transfer(works)
@@ -90,8 +84,7 @@ def reduce_rows(comm: Communicator, line: Tensor, rows: Sequence[Tensor], tag: i
         into, of = received.view(-1), [own.numel()] * comm.world_size
         works = [dist.all_to_all_single(into, line, of, sizes, group=comm.group, async_op=True)]
         return Transfer(works, finish=lambda: sum_in_order(list(received)))
-    works, every = _exchanged(comm, rows, tag)
-    return Transfer(works, finish=lambda: sum_in_order(every, into=every[comm.rank == 0]))
+    return comm.exchange_rows(comm.exchange, rows, tag)
 
 
 def _are_even(rows: Sequence[Tensor]) -> bool:
@@ -101,26 +94,7 @@ def _are_even(rows: Sequence[Tensor]) -> bool:
 
 def _is_gloo(comm: Communicator, tensor: Tensor) -> bool:
     """Whether gloo sends ``tensor``."""
-    return comm.is_gloo and (tensor.is_cpu or backend_name(comm.group, tensor.device) == "gloo")
-
-
-def _exchanged(comm: Communicator, rows: Sequence[Tensor], tag: int) -> tuple[list[Any], list[Tensor]]:
-    """Send ``rows[i]`` to rank ``i``; returns the works, and the rows to sum in rank order."""
-    exchange, rank, own = comm.exchange, comm.rank, rows[comm.rank]
-    assert exchange is not None
-    every = [torch.empty_like(own) for _ in range(1, comm.world_size)]
-    every.insert(rank, own)
-    works: list[Any] = []
-    try:
-        for step in range(1, comm.world_size):
-            source, target = (rank - step) % comm.world_size, (rank + step) % comm.world_size
-            if own.numel():
-                works.append(exchange.recv([every[source]], source, tag))
-            if rows[target].numel():
-                works.append(exchange.send([rows[target]], target, tag))
-    except Exception as error:
-        wait_all(works, error)
-    return works, every
+    return comm.backend == "gloo" and (tensor.is_cpu or backend_name(comm.group, tensor.device) == "gloo")
 
 
 def _reduce_natively(comm: Communicator, line: Tensor, rows: Sequence[Tensor]) -> Transfer:
@@ -131,6 +105,4 @@ def _reduce_natively(comm: Communicator, line: Tensor, rows: Sequence[Tensor]) -
         work = getattr(comm.group, SCATTER)(reduced, line)
     else:
         work = dist.reduce_scatter(reduced, list(rows), group=comm.group, async_op=True)
-    if power > 1:
-        return Transfer((work,), finish=lambda: reduced.float().mul_(power))
-    return Transfer((work,), reduced)
+    return undivided(work, reduced, power)

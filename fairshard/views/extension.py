@@ -182,7 +182,7 @@ class Extension:
         own = [f"{tuple(shape)} {dtype}" for shape, (_, dtype) in zip(self._shapes, self._kinds, strict=False)]
         text = failure and f"{type(failure).__name__}: {failure}"
         given = (self._kinds, own, text)
-        every = comm.gather_objects(given) if comm.world_size > 1 and comm.is_real else [given]
+        every = comm.gather_objects(given) if comm.peers else [given]
         if failure is not None:
             raise failure
         for rank, (kinds, theirs, error) in enumerate(every):

@@ -146,27 +146,27 @@ class Rows(FlatLine):
         flat = value.reshape(-1)
         return [block.like(flat) for block in self.layout.blocks[index]]
 
+    @staticmethod
+    def join_gathers(flat_params: Sequence[FlatParam]) -> None:
+        """Make all ``flat_params`` of one unit share one gather, except those without elements."""
+        joined = [(each, each.line) for each in flat_params if isinstance(each.line, Rows) and each.line.shard_numel]
+        if len(joined) < 2 or joined[0][1].layout.world_size == 1:
+            return
+        joint = JointGather([own if isinstance(own := each.gathered, ExtendedGathered) else each for each, _ in joined])
+        deferred, last = DeferredGather(joint), len(joined) - 1
+        together = [
+            _copied_out(each, rows, joint if index == last else deferred, columns)
+            for index, ((each, rows), columns) in enumerate(zip(joined, joint.columns, strict=True))
+        ]
+        for (each, _), gathered in zip(joined, together, strict=True):
+            gathered.share(joint.buffer, together)
+            each.gather_into(gathered)
+        free_storage_(joint.buffer)  # last: freed memory cannot be viewed
+
 
 def is_ordered(line: FlatLine, index: int) -> bool:
     """Whether the elements of parameter ``index`` are cut in the order of their memory."""
     return not (isinstance(line, Rows) and line.cuts[index].dim)
-
-
-def join_gathers(flat_params: Sequence[FlatParam]) -> None:
-    """Make all ``flat_params`` of one unit share one gather; those without elements are left out."""
-    joined = [(each, each.line) for each in flat_params if isinstance(each.line, Rows) and each.line.shard_numel]
-    if len(joined) < 2 or joined[0][1].layout.world_size == 1:
-        return
-    joint = JointGather([own if isinstance(own := each.gathered, ExtendedGathered) else each for each, _ in joined])
-    deferred, last = DeferredGather(joint), len(joined) - 1
-    together = [
-        _copied_out(each, rows, joint if index == last else deferred, columns)
-        for index, ((each, rows), columns) in enumerate(zip(joined, joint.columns, strict=True))
-    ]
-    for (each, _), gathered in zip(joined, together, strict=True):
-        gathered.share(joint.buffer, together)
-        each.gather_into(gathered)
-    free_storage_(joint.buffer)  # last: freed memory cannot be viewed
 
 
 def _copied_out(flat_param: FlatParam, rows: Rows, gather: Gather, columns: Tensor) -> CopiedOut:

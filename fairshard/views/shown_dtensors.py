@@ -104,8 +104,9 @@ class ShownDTensors(ShownRuns):
 
     def describe(self, index: int) -> str:
         """The cut of parameter ``index``, in words; equal on all ranks."""
-        placement = self.placement(index)
-        return f"sharded on dim {self.dims[index]}" if self.kind is DTensor else f"sharded by {placement}"
+        slot: Any = self.slots[index]
+        cut = f"sharded on dim {self.dims[index]}" if self.kind is DTensor else f"sharded by {self.placement(index)}"
+        return f"{cut}, a DTensor of {slot.spec.placements}" if slot.has_mesh else cut
 
     def _make_views(self) -> tuple[nn.Parameter, ...]:
         """DTensors whose local tensors are views of the shard."""

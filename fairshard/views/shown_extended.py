@@ -50,6 +50,10 @@ class ShownExtended(ShownDTensors):
         """The name of the subclass."""
         return type(self.local).__name__
 
+    def describe(self, index: int) -> str:
+        """See `ShownDTensors.describe`."""
+        return f"a {self.class_name}, {super().describe(index)}"
+
     def _renew_stand_in(self) -> None:
         local = self.local
         line = torch.full((1,), torch.nan, dtype=local.dtype, device=local.device).expand(self.line.shard_numel)

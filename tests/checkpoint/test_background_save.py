@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -100,6 +102,22 @@ def _held_writer():
     writer = _HeldWriter()
     with mock.patch.object(Snapshot, "read", lambda snapshot, part: writer.read(snapshot, part)):
         yield writer
+
+
+WRAPPED_FIRST = """
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+from fairshard.checks import optimizer_check
+optimizer_check._install()  # as the first wrapper does
+from fairshard.utils.before_step import add_before_step
+add_before_step(0, lambda: None)  # as a background save does
+print([hook.__module__.rpartition(".")[2] for hook in _global_optimizer_pre_hooks.values()])
+"""
+
+
+def test_a_save_hears_of_a_step_before_its_writes_are_counted():
+    """Also in a program that imports checkpoints after it has wrapped a model; else a step would look like an edit."""
+    run = subprocess.run([sys.executable, "-c", WRAPPED_FIRST], capture_output=True, text=True, check=True)
+    assert run.stdout.strip().endswith("'before_step', 'optimizer_check']")
 
 
 @on_ranks(2)

@@ -28,8 +28,8 @@ class Plant:
 
 
 PLANTS = (
-    Plant("compute waits for the cast", "utils.transfers:Ready.wait:wait", Way("fully_shard", BF16), UNSHARD),
-    Plant("compute waits for the copy from the host", "utils.transfers:Ready.wait:wait", OFFLOAD, UNSHARD),
+    Plant("compute waits for the cast", "utils.transfers:wait_all:wait", Way("fully_shard", BF16), UNSHARD),
+    Plant("compute waits for the copy from the host", "utils.transfers:wait_all:wait", OFFLOAD, UNSHARD),
     Plant("compute waits for a unit", "params.flat_param:FlatParam.wait_unshard:wait", Way(low=BF16), UNSHARD),
     Plant("gathers wait for the optimizer's step", "engine.shared:Shared.await_step:wait", Way(low=BF16), COMPUTE),
     Plant("freed memory has an event", "engine.shared:Shared.note_free:record", Way(low=BF16), COMPUTE),

@@ -64,7 +64,7 @@ class Late(Event):
         super().__init__()
         self._source, self._target = source.clone(), target.fill_(float("nan"))
 
-    def has_passed(self):
+    def is_completed(self):
         return self._target is None
 
     def synchronize(self):

@@ -22,7 +22,7 @@ from fairshard.nn.data_parallel.in_place.module import UnshardHandle
 from fairshard.params.gathered import Gathered
 from fairshard.params.shard_grad import GradTransfers
 from fairshard.utils.streams import Event, Stream
-from fairshard.utils.transfers import Chain, Ready, Transfer
+from fairshard.utils.transfers import Chain, Transfer
 from fairshard.views.joint_gather import JointGather
 
 PACKAGE = Path(fairshard.__file__).parent
@@ -184,7 +184,5 @@ def unwaited(thing, *_events):
         if thing._next is None:
             thing._next = thing._start(unwaited(thing._first))
         return unwaited(thing._next)
-    if isinstance(thing, Ready):
-        thing._done = Event()
     thing.works = ()
     return thing.wait()

@@ -63,7 +63,7 @@ def test_events_that_were_never_recorded_have_passed():
     event = Event()
     event.wait()
     event.synchronize()
-    assert event.has_passed()
+    assert event.is_completed()
 
 
 @on_sim(1)

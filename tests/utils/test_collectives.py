@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fairshard.errors import CollectiveFailedError, FairshardError
+from fairshard.utils.agree import agree
 from fairshard.utils.collectives import counters, exchange_tag, reset_counters
 from fairshard.utils.groups import (
     backend_name,
@@ -19,7 +20,7 @@ from fairshard.utils.groups import (
     subgroup,
     timeout_of,
 )
-from fairshard.utils.messages import agree, gather_scalars
+from fairshard.utils.messages import gather_scalars
 from fairshard.utils.transfers import Transfer
 from tests.kit import CollectiveCounter, fake_group, rank_device
 from tests.on_ranks import on_ranks

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from fairshard.errors import RanksDisagreeError
+from fairshard.utils.agree import agree
 from fairshard.utils.collectives import Communicator
-from fairshard.utils.messages import agree
 
 Group = frozenset[int]
 _Problem = tuple[bool, str]
@@ -49,7 +49,7 @@ class ConnectedGroups:
         used: dict[Communicator, bool] = {}
         for comm, one in zip(comms, stays, strict=True):
             used[comm] = used.get(comm, False) or one
-        self._used = {comm: one for comm, one in used.items() if comm.world_size > 1 and comm.is_real}
+        self._used = {comm: one for comm, one in used.items() if comm.peers}
         self._num_rounds: int | None = None
 
     @property

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fairshard.checks.optimizer_check import stepped_of
+from fairshard.checks.shards import stepped_of
 from fairshard.errors import FairshardError, ShardOptimizerError
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.line import FlatLine

@@ -18,10 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fairshard.checks.method_tap import Around, tap
 from fairshard.engine.root import Root
-from fairshard.engine.tree import units_to
 from fairshard.engine.unit import Unit
 from fairshard.extras.observe.unit_event import END, Phase, UnitEvent
 from fairshard.params.rule import GradHome
+from fairshard.setup.arguments import units_to
 from fairshard.utils.buckets import Bucket, GradSource, Hook
 from fairshard.utils.transfers import Transfer
 
@@ -257,9 +257,9 @@ class Observation:
 
     # ---- events of shared objects
 
-    def _on_launch(self, method: Any, bucket: Bucket) -> None:
+    def _on_launch(self, method: Any, bucket: Bucket, *written: Any) -> None:
         self._report_of(bucket.sources, "reduce")
-        method(bucket)
+        method(bucket, *written)
 
     def _on_deliver(self, method: Any, bucket: Bucket, transfer: Transfer) -> None:
         self._report_of(bucket.sources, "reduce_wait")

@@ -23,9 +23,10 @@ from typing import Any
 
 from torch import nn
 
-from fairshard.engine.tree import units_below, units_to
+from fairshard.engine.tree import units_below
 from fairshard.extras.observe.observer import observe
 from fairshard.extras.observe.unit_event import END, UnitEvent
+from fairshard.setup.arguments import units_to
 from fairshard.utils.collectives import gather_objects
 from fairshard.utils.device import memory_allocated
 from fairshard.utils.groups import host_group

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,13 +31,15 @@ from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecisio
 from fairshard.settings.groups import Groups, find_groups
 from fairshard.settings.resolve import late_options, offload_of, resolve
 from fairshard.setup.construction import make_ready, resolve_construction
+from fairshard.setup.conversion import check_conversion
 from fairshard.setup.ignored import resolve_ignored
 from fairshard.setup.inner_state import refuse_inner_states
-from fairshard.setup.late_changes import check_conversion
-from fairshard.setup.lines import PlacementFn, check_placement, loads_in
+from fairshard.setup.lines import PlacementFn, check_placement
+from fairshard.setup.loads import loads_in
 from fairshard.setup.naming import place
 from fairshard.setup.sharding import check_not_sharded, shard_parameters
-from fairshard.state.full_params import Showing, is_shown, summon
+from fairshard.state.full_params import Showing, summon
+from fairshard.state.shown import is_shown
 from fairshard.utils.dynamo import breaks_graph
 from fairshard.utils.names import join
 
@@ -237,7 +238,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             )
         origin = make_ready(module, how, ignored, groups.spanning())
         ranks = groups.shard.rank, groups.shard.world_size
-        flat_params = shard_parameters(module, config, *ranks, origin, placement_fn, partial(loads_in, groups.shard))
+        loads = lambda: loads_in(groups.shard.resolve())  # noqa: E731
+        flat_params = shard_parameters(module, config, *ranks, origin, placement_fn, loads)
         unit = Unit(groups, flat_params, config, origin)
         setattr(self, UNIT_ATTRIBUTE, unit)
         self._init_state()

@@ -21,7 +21,7 @@ from fairshard.setup.added_parameters import check_added, has_changed
 from fairshard.setup.around import refuse_ddp
 from fairshard.setup.claim import check_complete, claim
 from fairshard.setup.origin import move_inputs
-from fairshard.state.full_params import is_shown, is_shown_on_first
+from fairshard.state.shown import is_shown, shown_on_first
 from fairshard.utils.dynamo import allows_breaks, breaks_graph, set_tracer
 from fairshard.utils.fake_mode import is_fake_mode_on
 from fairshard.utils.user_line import level_of_user
@@ -68,7 +68,7 @@ def run(
         follow_profiler(root)
     if unit.origin.moves_inputs and not unit.is_inner:
         args, kwargs = move_inputs((args, kwargs), unit.device)
-    if unit.state is TrainingState.SUMMON_FULL_PARAMS and not is_shown_on_first(unit):
+    if unit.state is TrainingState.SUMMON_FULL_PARAMS and unit not in shown_on_first:
         if torch.is_grad_enabled():
             assert_none_summoned([unit], "forward")
         return function(*args, **kwargs)

@@ -208,8 +208,8 @@ def test_two_buckets_have_memory_at_a_time():
     most = []
     launch = Bucketer.launch
 
-    def counting(self, bucket):
-        launch(self, bucket)
+    def counting(self, *bucket):
+        launch(self, *bucket)
         most.append(len(self._flying))
 
     for number in (None, 1, 100):

@@ -15,8 +15,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 )
 
 from fairshard.nn import MixedPrecisionPolicy, fully_shard
-from fairshard.settings.groups import part_of
-from fairshard.utils.groups import communicator
+from fairshard.utils.groups import communicator, part_of
 
 pytestmark = pytest.mark.cpu_only("its ranks are threads of this process, which share one device and its streams")
 

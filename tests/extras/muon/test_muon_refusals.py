@@ -221,9 +221,8 @@ def test_an_error_reaches_all_connected_groups(backwards):
 class PlainComm:
     """Ranks of a process group, with the methods of a `Communicator` that errors travel by."""
 
-    is_real = True
-
     def __init__(self, ranks):
+        self.peers = list(ranks)
         self.group = dist.new_group(list(ranks))
         self.world_size = len(ranks)
 

@@ -58,8 +58,8 @@ def two_buckets(is_small):
     """Two buckets are under way at once while the reduce stream is late, and never more."""
     most, launch = [0], Bucketer.launch
 
-    def counted(self, bucket):
-        launch(self, bucket)
+    def counted(self, *bucket):
+        launch(self, *bucket)
         most[0] = max(most[0], len(self._flying))
 
     with mock.patch.object(Bucketer, "launch", counted), late(REDUCE):
@@ -213,7 +213,7 @@ def device_hooks(is_small):
         "the current device": here.type == kind == devices.default_device_type(),
         "memory grows": held.nbytes <= grown <= devices.peak_memory(here),
         "random numbers repeat": torch.equal(first, again),
-        "a synchronised event has passed": event.has_passed(),
+        "a synchronised event has passed": event.is_completed(),
         "host memory can be pinned": can_register(here) == (kind == "cuda"),
     }
     broken = [name for name, is_so in holds.items() if not is_so]

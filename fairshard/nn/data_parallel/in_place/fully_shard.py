@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from functools import partial
 from typing import Any, overload
 
 from torch import nn
@@ -29,7 +28,7 @@ from fairshard.settings.resolve import resolve
 from fairshard.settings.state_dicts import StateDictType, resolve_settings
 from fairshard.setup.construction import make_ready, resolve_construction
 from fairshard.setup.ignored import resolve_ignored
-from fairshard.setup.lines import loads_in
+from fairshard.setup.loads import loads_in
 from fairshard.setup.naming import place
 from fairshard.setup.sharding import check_not_sharded, shard_rows
 from fairshard.utils.device import current_device
@@ -166,7 +165,7 @@ def fully_shard(
     ignored = resolve_ignored(tree, None, None, ignored_params, "ignored_params")
     check_not_sharded(tree, ignored, data)
     origin = make_ready(tree, how, ignored, groups.spanning())
-    placement_of, loads = placing(shard_placement_fn, data), partial(loads_in, groups.shard)
+    placement_of, loads = placing(shard_placement_fn, data), lambda: loads_in(groups.shard.resolve())
     flat_params = shard_rows(tree, config, data, origin, placement_of, loads, mp_policy)
     unit = Unit(groups, flat_params, config, origin, Members(modules, policy.output_dtype))
     unit.state_dict_settings = resolve_settings(StateDictType.SHARDED_STATE_DICT, None, None)

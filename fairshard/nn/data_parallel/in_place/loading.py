@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fairshard.checks.optimizer_check import stepped_of
+from fairshard.checks.shards import stepped_of
 from fairshard.engine.unit import Unit
 from fairshard.state.assigned_values import copy_into, is_assigned
 from fairshard.state.optim_loading import SCALARS

@@ -17,7 +17,7 @@ from fairshard.checks.optimizer_check import watch_copy
 from fairshard.engine.residency import Event
 from fairshard.engine.root import Root
 from fairshard.engine.training_state import TrainingState
-from fairshard.engine.tree import units_below, units_of
+from fairshard.engine.tree import units_below
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, TrainingStateError
 from fairshard.nn.data_parallel.in_place.comm import CommMethods, check_flag
@@ -26,8 +26,10 @@ from fairshard.nn.data_parallel.other_door import check_not_of_wrapper
 from fairshard.nn.data_parallel.running import NOT_IN_A_GRAPH, run
 from fairshard.nn.data_parallel.torch_state import TorchFSDPModule, register, without_torch_keys
 from fairshard.settings.mesh import check_mesh
+from fairshard.setup.arguments import units_of
 from fairshard.setup.claim import claim
-from fairshard.setup.late_changes import adopt_changes, check_conversion, refuse_sharing
+from fairshard.setup.conversion import check_conversion, refuse_sharing
+from fairshard.setup.late_changes import adopt_changes
 from fairshard.state.foreign_names import check_names
 from fairshard.utils.dynamo import breaks_graph, not_traced, set_tracer, untraced
 from fairshard.utils.nested import apply_to_tensors

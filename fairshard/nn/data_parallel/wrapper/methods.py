@@ -15,7 +15,7 @@ from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, ParameterShardedError
 from fairshard.nn.data_parallel.late_methods import CURES, refusing
-from fairshard.state.full_params import is_shown, is_shown_on_first
+from fairshard.state.shown import is_shown, shown_on_first
 from fairshard.utils.nested import apply_to_all, plain_objects
 
 
@@ -26,7 +26,7 @@ def gathering(unit: Unit, method: Callable[..., Any], run: Callable[..., Any]) -
     def call(*args: Any, **kwargs: Any) -> Any:
         if unit.state is TrainingState.FORWARD:  # an inner call: the outer one gathers and frees
             return method(*args, **kwargs)
-        if is_shown(unit) and not is_shown_on_first(unit):
+        if is_shown(unit) and unit not in shown_on_first:
             return _without_graph(unit, method(*args, **kwargs))  # `generate` itself disables gradients
         return run(method, args, kwargs)
 

@@ -10,9 +10,10 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from fairshard.engine.tree import check_module, units_below
+from fairshard.engine.tree import units_below
 from fairshard.nn.data_parallel.wrapper.attributes import UnitAttributes
 from fairshard.settings.state_dicts import FullOptimStateDictConfig, StateDictType
+from fairshard.setup.arguments import check_module
 from fairshard.state.forms import common_settings
 from fairshard.state.local import LAYOUT_KEY, check_layout, layout_bytes
 from fairshard.state.optim_gathering import GatheredOptimState

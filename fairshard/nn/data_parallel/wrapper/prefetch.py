@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from fairshard.engine.tree import units_of
 from fairshard.errors import TrainingStateError
 from fairshard.nn.data_parallel.wrapper.attributes import UnitAttributes
+from fairshard.setup.arguments import units_of
 
 
 class PrefetchMethods(UnitAttributes):

@@ -24,7 +24,7 @@ from fairshard.setup.claim import claim, roots_below
 from fairshard.state import forms
 from fairshard.state.assigned_values import is_assigned
 from fairshard.state.forms import common_settings
-from fairshard.state.full_params import Showing, is_shown, summon
+from fairshard.state.full_params import Showing, summon
 from fairshard.state.local import add_local_state_dict, load_local_state_dict, local_metadata, local_state_dict
 from fairshard.state.model import (
     Loading,
@@ -33,6 +33,7 @@ from fairshard.state.model import (
     load_module_state_dict,
     module_state_dict,
 )
+from fairshard.state.shown import is_shown
 
 
 class StateMethods(UnitAttributes):
