@@ -21,7 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fairshard.checks.block_state import check_blocks
 from fairshard.checks.order_check import OrderCheck
 from fairshard.checks.shards import add_copies, add_copy, add_shards, num_added, originals, shard_of
-from fairshard.engine.root import Root, every_root
+from fairshard.engine.root import Root
+from fairshard.engine.tree import every_root
 from fairshard.engine.unit import Unit
 from fairshard.errors import HeldGradientError, ShardOptimizerError, StaleOptimizerError, TrainingStateError
 from fairshard.params.flat_param import FlatParam

@@ -92,7 +92,8 @@ class Backward:
 
     def covers(self, call: CallRecord[Unit]) -> bool:
         """Whether it was planned with ``call``."""
-        return self._plan.covers(call)
+        calls = self._plan.calls
+        return 0 <= call.index < len(calls) and calls[call.index] is call
 
     # ---- events
 

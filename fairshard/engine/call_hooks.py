@@ -46,15 +46,14 @@ class CallHooks:
         probes: weak references to the hooks.
     """
 
-    __slots__ = ("__weakref__", "_began", "_inputs", "_is_custom", "_leaves", "listener", "probes", "record", "token")
+    __slots__ = ("__weakref__", "_began", "_inputs", "_leaves", "listener", "probes", "record", "token")
 
     def __init__(self, listener: Listener, record: Any, token: Any) -> None:
         self.listener, self.record, self.token = listener, record, token
-        self.probes: tuple[weakref.ref[Probe], ...] = ()
-        self._is_custom = False  # a `torch.autograd.Function` computed an output
+        self.probes: list[weakref.ref[Probe]] = []
         self._began = newest_node()  # no graph node of the call has a smaller sequence number
-        self._inputs: tuple[Any, ...] = ()  # graph nodes of the inputs, until the outputs are known
-        self._leaves: tuple[Tensor, ...] = ()  # inputs that are leaves, until the outputs are known
+        self._inputs: list[Any] = []  # graph nodes of the inputs, until the outputs are known
+        self._leaves: list[Tensor] = []  # inputs that are leaves, until the outputs are known
 
     def see_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record which nodes and leaves the call was given."""
@@ -67,9 +66,9 @@ class CallHooks:
     def _see_input(self, tensor: Tensor) -> Tensor:
         node = tensor.grad_fn
         if node is not None:
-            self._inputs += (node,)
+            self._inputs.append(node)
         elif tensor.requires_grad:
-            self._leaves += (tensor,)
+            self._leaves.append(tensor)
         return tensor
 
     def watch_output(self, tensor: Tensor) -> Tensor:
@@ -79,15 +78,15 @@ class CallHooks:
             if node in self._inputs or (node is None and any(tensor is leaf for leaf in self._leaves)):
                 return tensor
             nodes, inside = ([], []) if node is None else inner_nodes(node, self._inputs)
-            self._is_custom = self._is_custom or is_custom(node)
-            probe = Probe(self, nodes, inside)
+            probe = Probe(self, nodes, inside, is_custom(node))
             hook_last(tensor, probe)
-            self.probes += (weakref.ref(probe),)
+            self.probes.append(weakref.ref(probe))
         return tensor
 
     def end(self) -> bool:
         """All outputs are known; returns whether any has a hook."""
-        self._inputs = self._leaves = ()
+        self._inputs.clear()
+        self._leaves.clear()
         return bool(self.probes)
 
     def is_reached(self, by_inputs: bool) -> bool:
@@ -103,8 +102,9 @@ class CallHooks:
 
     def makes_graphs(self) -> bool:
         """Whether the call's backward may build a graph, as a reentrant checkpoint does."""
-        nodes = [node for probe in self._living() for node in probe.nodes]
-        return self._is_custom or has_custom_node(nodes, self._began)
+        probes = self._living()
+        nodes = [node for probe in probes for node in probe.nodes]
+        return any(probe.is_custom for probe in probes) or has_custom_node(nodes, self._began)
 
     def _living(self) -> list[Probe]:
         return [probe for reference in self.probes if (probe := reference()) is not None]
@@ -116,12 +116,13 @@ class Probe:
     Attributes:
         nodes: graph nodes right before the output's own.
         inside: those of ``nodes`` that show most reliably that the output's node runs; see `inner_nodes`.
+        is_custom: a `torch.autograd.Function` computed the output.
     """
 
-    __slots__ = ("__weakref__", "hooks", "inside", "nodes")
+    __slots__ = ("__weakref__", "hooks", "inside", "is_custom", "nodes")
 
-    def __init__(self, hooks: CallHooks, nodes: list[Any], inside: list[Any]) -> None:
-        self.hooks, self.nodes, self.inside = hooks, nodes, inside
+    def __init__(self, hooks: CallHooks, nodes: list[Any], inside: list[Any], is_custom: bool) -> None:
+        self.hooks, self.nodes, self.inside, self.is_custom = hooks, nodes, inside, is_custom
 
     @not_traced
     def __call__(self, _grad: Tensor) -> None:

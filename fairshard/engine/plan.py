@@ -282,10 +282,6 @@ class Plan:
         """Whether any gradient is sent or kept."""
         return 1 in self.agreed.leaves
 
-    def covers(self, call: CallRecord[Unit]) -> bool:
-        """Whether ``call`` is part of it."""
-        return 0 <= call.index < len(self.calls) and self.calls[call.index] is call
-
     def segment_of(self, call: CallRecord[Unit]) -> int:
         """The number of the checkpoint that ``call`` is in; -1 if none."""
         return self.own.last.calls.places[call.index].segment

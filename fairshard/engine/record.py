@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from enum import IntEnum
+from itertools import count
 from typing import Any, Generic, TypeVar
 
 UnitT = TypeVar("UnitT")
@@ -174,12 +175,11 @@ class Record(Generic[UnitT]):
 
     def __init__(self) -> None:
         self.passes: list[Pass[UnitT]] = []
-        self._num_passes = 0
+        self._numbers = count(1)
 
     def add(self, one: Pass[UnitT], place: int) -> None:
         """``one``, which has calls, is over; ``place``: see `Pass`."""
-        self._num_passes += 1
-        one.place, one.number = place, self._num_passes
+        one.place, one.number = place, next(self._numbers)
         self.passes.append(one)
         while len(self.passes) > 1 and sum(len(each.calls) for each in self.passes) > _MAX_CALLS:
             del self.passes[0]

@@ -9,6 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from itertools import count
 from operator import attrgetter
 from typing import Any
 
@@ -20,13 +21,13 @@ from fairshard.engine.call_hooks import CallHooks, Probe
 from fairshard.engine.observer import Observer, listening
 from fairshard.engine.plan import Last, Plan, agree_on_plan, roots_of
 from fairshard.engine.record import CallRecord, Following, ForwardOrder, Pass, Record, Sight, Token
-from fairshard.engine.residency import Event
+from fairshard.engine.residency import Event, State
 from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError, TrainingStateError
 from fairshard.utils.autograd import NO_BACKWARD, current_checkpoint, current_task, is_recorded_later
-from fairshard.utils.collectives import Communicator, Communicators, communicators
+from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.nested import apply_to_all, cast_inputs_to_fp16, plain_objects
 from fairshard.utils.streams import current_stream
 from fairshard.utils.user_line import level_of_user
@@ -71,7 +72,7 @@ class Engine:
     def __init__(self) -> None:
         self.roots: weakref.WeakSet[Root] = weakref.WeakSet()
         self._backward: Callable[[], Backward | None] = _NONE
-        self._num_passes = 0
+        self._places = count()
         self._running: _Running | None = None
         self._thread = 0  # that runs a pass, or ran the last one
 
@@ -92,8 +93,7 @@ class Engine:
 
     def _keep(self, one: Pass[Unit]) -> None:
         if one.calls:
-            self._num_passes += 1
-            one.calls[0].unit.root.record.add(one, self._num_passes)
+            one.calls[0].unit.root.record.add(one, next(self._places))
 
     # ---- forward
 
@@ -141,7 +141,7 @@ class Engine:
             checkpoint = current_checkpoint()
             if is_grad_enabled or checkpoint is not None:
                 record = running.open[-1] = running.record.enter(unit, checkpoint)
-                if is_recorded_later():
+                if not is_grad_enabled and is_recorded_later():
                     record.sight = Sight.LATER
         for call_enters in unit.root.listeners["call_enters"]:
             call_enters(unit)
@@ -231,7 +231,7 @@ class Engine:
             root.shared.end_forward()
             root.wait_for_reads()
             for unit in root.units:
-                if unit.is_gathered:
+                if unit.memory is not State.SHARDED:
                     unit.on(Event.PASS_ENDS, recorded=recorded)
         running.record.end()
         if recorded:
@@ -414,12 +414,6 @@ def engine_of(comms: Sequence[Communicator], device: torch.device) -> Engine:
     return engine
 
 
-def every_root() -> list[Root]:
-    """All models of this process."""
-    engines = [engine for comm in list(communicators.values()) for engine in comm.engines.values()]
-    return [root for engine in engines for root in list(engine.roots)]
-
-
 class Root:
     """The units of one model, outermost first, and who listens to its passes.
 
@@ -507,11 +501,6 @@ class Root:
             old.record.passes = [one for one in old.record.passes if one not in joined]
         for one in sorted(joined, key=_PLACE):
             self.record.add(one, one.place)
-
-    def announce(self, unit: Unit, in_backward: bool) -> None:
-        """``unit`` is gathered next."""
-        for gather in self.listeners["gather"]:
-            gather(unit, in_backward)
 
     def begin_backward(self, passes: Sequence[Pass[Unit]]) -> None:
         """A backward that may reach ``passes`` begins."""

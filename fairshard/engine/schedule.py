@@ -122,11 +122,13 @@ def build(
         owed: for each unit, whether it has gradients to send.
         rules: the rule of each unit.
     """
-    builder = _Builder(calls, reached, resident, owed, rules)
-    builder.look_ahead([~event for event in reversed(events) if event < 0 and builder.is_listed[~event]])
+    recomputed = {place.segment for place, is_reached in zip(calls, reached, strict=True) if is_reached} - {-1}
+    is_listed = [bool(one) or place.segment in recomputed for place, one in zip(calls, reached, strict=True)]
+    order = [~event for event in reversed(events) if event < 0 and is_listed[~event]]
+    builder = _Builder(calls, order, resident, owed, rules)
     for event in reversed(events):
         call = event if event >= 0 else ~event
-        if builder.is_listed[call]:
+        if is_listed[call]:
             if event < 0:
                 builder.reach(call)
             else:
@@ -141,42 +143,33 @@ class _Builder:
     def __init__(
         self,
         calls: Sequence[CallPlace],
-        reached: Sequence[int],
+        order: Sequence[int],
         resident: Sequence[int],
         owed: Sequence[int],
         rules: Sequence[UnitRule],
     ) -> None:
         self.schedule = Schedule()
         self._calls, self._rules = calls, rules
-        recomputed = {place.segment for place, is_reached in zip(calls, reached, strict=True) if is_reached} - {-1}
-        self.is_listed = [
-            bool(is_reached) or place.segment in recomputed for place, is_reached in zip(calls, reached, strict=True)
-        ]
         self._gathered = {unit for unit, is_there in enumerate(resident) if is_there}
         self._owed = {unit for unit, owes in enumerate(owed) if owes}
         self._left: dict[int, int] = {}  # number of unfinished calls of each unit, in all forwards
         self._left_in: dict[tuple[int, int], int] = {}  # the same for each forward
-        self._to_reach: dict[int, int] = {}
-        for call, place in enumerate(calls):
-            if self.is_listed[call]:
-                self._left[place.unit] = self._left.get(place.unit, 0) + 1
-                self._to_reach[place.unit] = self._to_reach.get(place.unit, 0) + 1
-                key = place.forward, place.unit
-                self._left_in[key] = self._left_in.get(key, 0) + 1
-                if place.segment >= 0:
-                    self.schedule.segments.setdefault(place.segment, []).append(call)
-        self._order: Sequence[int] = ()  # all calls, in the order in which the backward reaches them
+        for call in sorted(order):
+            place = calls[call]
+            self._left[place.unit] = self._left.get(place.unit, 0) + 1
+            key = place.forward, place.unit
+            self._left_in[key] = self._left_in.get(key, 0) + 1
+            if place.segment >= 0:
+                self.schedule.segments.setdefault(place.segment, []).append(call)
+        self._to_reach = dict(self._left)
+        self._order = order  # all calls, as the backward reaches them
         self._num_reached = 0
         self._last_send: int | None = None  # position of the last send, if no gather follows it yet
         self._next: dict[int, int] = {}  # for each call, the next reached call of another unit
-
-    def look_ahead(self, order: Sequence[int]) -> None:
-        """Record what follows each call if the backward reaches the calls in this ``order``."""
-        self._order = order
         following: int | None = None
         for position in range(len(order) - 2, -1, -1):
             call, after = order[position], order[position + 1]
-            if self._calls[after].unit != self._calls[call].unit:
+            if calls[after].unit != calls[call].unit:
                 following = after
             if following is not None:
                 self._next[call] = following

@@ -22,12 +22,6 @@ class TrainingState(Enum):
     SUMMON_FULL_PARAMS = 5
     BACKWARD = 6
 
-    def includes(self, state: "TrainingState") -> bool:
-        """Whether a unit in ``state`` is in this state."""
-        if self is TrainingState.BACKWARD:
-            return state in (TrainingState.BACKWARD_PRE, TrainingState.BACKWARD_POST, TrainingState.BACKWARD)
-        return self is state
-
 
 class _HasState(Protocol):
     fqn: str

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from fairshard.utils.collectives import communicators
 from fairshard.utils.names import join
 
 if TYPE_CHECKING:
+    from fairshard.engine.root import Root
     from fairshard.engine.unit import Unit
 
 UNIT_ATTRIBUTE = "_fairshard_unit"
@@ -73,3 +75,9 @@ def paths_of(holder: nn.Module) -> list[tuple[str, nn.Module]]:
             own[id(module)] = path, module
             waiting += [(join(path, name), child) for name, child in module._modules.items() if child is not None]
     return list(own.values())
+
+
+def every_root() -> list[Root]:
+    """All models of this process."""
+    engines = [engine for comm in list(communicators.values()) for engine in comm.engines.values()]
+    return [root for engine in engines for root in list(engine.roots)]

@@ -144,7 +144,9 @@ class Unit:
         """Read what the user has asked for: a pass or a backward begins."""
         after_backward = self.reshard_after_backward and not (self.rule.keeps_in_no_sync and not self.sync)
         across = self.rule.keeps_across_passes or not after_backward
-        self.keeps = Keeps(bool(self.reshard_after_forward), after_backward, across)
+        keeps = bool(self.reshard_after_forward), after_backward, across
+        if keeps != self.keeps:
+            self.keeps = Keeps(*keeps)
 
     def copied_out(self, tensor: Tensor) -> Tensor:
         """``tensor``, or a copy of it if it lies in memory that is freed with the parameters."""
@@ -176,7 +178,8 @@ class Unit:
             return False
         if what is Action.GATHER:
             if event is not Event.UNSHARD:
-                self.root.announce(self, in_backward)
+                for gather in self.root.listeners["gather"]:
+                    gather(self, in_backward)
             self.unshard(in_backward)
             return True
         for part in self.parts if event is Event.LEAVE else ():
@@ -227,7 +230,7 @@ class Unit:
     def begin_pass(self) -> None:
         """The first call of a pass through the model begins: read values, flags and settings."""
         self._read_shards()
-        if self.is_gathered:
+        if self.memory is not State.SHARDED:
             self.on(Event.PASS_BEGINS)  # by the settings of the pass that has gathered
         self.settle()
         if self.members is not None:
@@ -307,13 +310,13 @@ class Unit:
         """A backward computes with the parameters from now on."""
         self.state = TrainingState.BACKWARD_PRE
         self.wait_unshard()
-        if not (self.unshard_in_backward or self.is_gathered):
-            for flat_param in self.flat_params:
-                flat_param.wait_unshard()  # gives leaves their shapes, but no memory
         if self.buffers is not None:
             self.buffers.attach()
-        if self.is_gathered:
+        if self.memory is State.WHOLE:
             self.registered.swap(to_leaves=True)  # for functions that read parameters in their backward
+        elif not self.unshard_in_backward:
+            for flat_param in self.flat_params:
+                flat_param.wait_unshard()  # gives leaves their shapes, but no memory
 
     def _leaf_hook(self) -> Callable[[Tensor], None]:
         """The hook on leaves: tells the engine of a gradient with which nothing has shown yet that this rank computes.
@@ -370,7 +373,7 @@ class Unit:
         self.stop_computing()
         for part in self.parts if not awaited else ():
             part.keep(False)
-        if self.is_gathered:
+        if self.memory is not State.SHARDED:
             self.on(Event.BACKWARD_ENDS, awaited=awaited)
         self.state = TrainingState.FORWARD if self.open_calls else TrainingState.IDLE
 
@@ -381,11 +384,3 @@ class Unit:
         self.open_calls = 0
         self.on(Event.INTERRUPTED)
         self.end_backward(awaited=False)
-
-    # ---- gradients
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Drop or zero the gradients of the shards, wherever they are kept."""
-        for flat_param in self.flat_params:
-            if flat_param.grad is not None:
-                flat_param.grad.zero(set_to_none)

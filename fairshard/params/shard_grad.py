@@ -181,9 +181,13 @@ class ShardGrad:
 
     def note_sent(self) -> None:
         """A sum is sent: if the backward raises before it arrives, it counts as added. Copies to the host do not."""
-        shown = () if self.home is GradHome.HOST else self.shown
-        if any(grad is not None for grad in shown):
-            self.landed = Landed(shown)
+        if self.home is GradHome.HOST:
+            return
+        shown = self.shown
+        for grad in shown:
+            if grad is not None:
+                self.landed = Landed(shown)
+                return
 
     def retract(self, reached: bytearray) -> None:
         """Drop the gradient if the last backward created it but has not ``reached`` any of its parameters."""

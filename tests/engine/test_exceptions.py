@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fairshard.checks import optimizer_check
-from fairshard.engine.root import every_root
-from fairshard.engine.tree import units_below
+from fairshard.engine.tree import every_root, units_below
 from fairshard.errors import PartialGradientError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard

@@ -286,7 +286,9 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         self._leave_raised()
         super().zero_grad(set_to_none)
         for _, unit in units_below(self):
-            unit.zero_grad(set_to_none)
+            for flat_param in unit.flat_params:
+                if flat_param.grad is not None:
+                    flat_param.grad.zero(set_to_none)
 
     def _leave_raised(self) -> None:
         """Register shards after a backward that has raised, even if its task is still alive."""
@@ -359,7 +361,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             TrainingStateError: the unit is in another state.
         """
         wanted = [state] if isinstance(state, TrainingState) else state
-        if not any(one.includes(self.training_state) for one in wanted):
+        is_in_backward = self.training_state in (TrainingState.BACKWARD_PRE, TrainingState.BACKWARD_POST)
+        if self.training_state not in wanted and not (is_in_backward and TrainingState.BACKWARD in wanted):
             names = " or ".join(one.name for one in wanted)
             raise TrainingStateError(
                 f"Unit `{self._unit.fqn or 'root'}` must be in state {names}, but is in {self.training_state.name} "

@@ -54,12 +54,13 @@ def run(
             return _run_compiled(tracer, holder, unit, function, args, kwargs)
         finally:
             set_tracer(tracer)
-    if (unit.root is None or unit.root.is_between_passes) and is_fake_mode_on():
+    begins = unit.root is None or unit.root.is_between_passes
+    if begins and is_fake_mode_on():
         raise _fake_error(unit)
     if torch._C._functorch.peek_interpreter_stack() is not None and unit.state is not TrainingState.SUMMON_FULL_PARAMS:
         raise _transform_error(unit)
     root = unit.root or claim(holder)
-    if root.is_between_passes:
+    if begins:
         check_complete(holder, root)
         refuse_ddp(unit)
     if not unit.is_inner and has_changed(holder, unit) and not any(map(is_shown, root.units)):
