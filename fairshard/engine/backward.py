@@ -33,7 +33,7 @@ from fairshard.params.shard_grad import unexpected_error
 from fairshard.utils.autograd import at_end_of_task
 from fairshard.utils.dynamo import not_traced, set_tracer
 
-_AT, _LAST_MARK, _GATHER, _SEND = Kind.AT, Kind.RECOMPUTE, Kind.GATHER, Kind.SEND
+_AT, _LAST_MARK, _GATHER, _SEND, _FREE = Kind.AT, Kind.RECOMPUTE, Kind.GATHER, Kind.SEND, Kind.FREE
 
 
 class _Task:
@@ -181,7 +181,7 @@ class Backward:
                 for grads_sent in unit.root.listeners["grads_sent"] if not is_serving else ():
                     grads_sent(unit)
                 self._send(unit, cursor in plan.schedule.yields)
-            elif kind > _LAST_MARK:
+            elif kind is _FREE:
                 self.used.discard(unit)
                 unit.finish_pass()
             elif kind is _AT and plan.own.answers.calls[call] and not is_serving:

@@ -11,6 +11,7 @@ from fairshard.utils.collectives import Communicator
 class Observer:
     """Listens to one model; a method that a class does not override costs nothing.
 
+    In a backward, ``gather`` and ``grads_sent`` only record: raise what they find in ``backward_ends``, on all ranks.
     Units are `Unit`s, passes `Pass`es. Whether an event happens, and in which order, is the same on all ranks, except
     for ``interrupted``.
     """

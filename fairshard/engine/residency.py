@@ -24,14 +24,14 @@ class Event(Enum):
 
     PASS_BEGINS = "the outermost call begins"
     ENTER = "a call begins, or the unit is gathered ahead of its call"
-    LEAVE = "a call ends"
+    LEAVE = "a call ends, the last one of the unit's modules"
     PASS_ENDS = "the outermost call ends"
     NEEDED = "the schedule says gather"
-    DONE = "the schedule says free"
+    UNNEEDED = "the schedule says free"
     BACKWARD_ENDS = "the backward is over"
     UNSHARD = "the user gathers it"
     RESHARD = "the user frees it, or shows it in other memory"
-    INTERRUPTED = "a pass or a backward has raised"
+    INTERRUPTED = "a backward that has raised is cleaned up"
 
 
 class Action(Enum):
@@ -76,8 +76,8 @@ def action(
     elif event is Event.LEAVE:
         frees = keeps.reshard_after_forward and not (outermost or (recorded and hidden))
     elif event is Event.PASS_ENDS:
-        frees = memory is State.GATHERING or not (recorded or pinned)
-    elif event is Event.DONE:
+        frees = not pinned and (memory is State.GATHERING or not recorded)
+    elif event is Event.UNNEEDED:
         frees = keeps.reshard_after_backward and not hidden
     elif event is Event.BACKWARD_ENDS:
         frees = keeps.reshard_after_backward and not (pinned or awaited or hidden)

@@ -63,7 +63,7 @@ class Engine:
     """The passes of all models whose units communicate among the same ranks, on one device.
 
     The unit that is called first begins a *pass*, which a backward may follow. Invariant: outside of passes no gather
-    or reduction is under way, and after the last backward nothing is gathered.
+    or reduction is under way, and after the last backward nothing is gathered, except what the user or a setting keeps.
 
     Attributes:
         roots: the models, which keep their passes.

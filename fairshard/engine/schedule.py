@@ -118,7 +118,7 @@ def build(
         events: starts and ends of all calls, as in `Pass.events`, but numbered across all forwards.
         calls: the place of each call.
         reached: for each call, whether any rank's backward reaches it.
-        resident: for each unit, whether all ranks hold it gathered.
+        resident: for each unit, whether it is gathered, which is the same on all ranks (see `residency`).
         owed: for each unit, whether it has gradients to send.
         rules: the rule of each unit.
     """

@@ -37,7 +37,7 @@ class Unit:
         parts: of each flat param, what stays gathered among a few ranks; empty if not configured.
         registered: what the modules have registered.
         buffers: the modules' buffers in ``buffer_dtype``, if that is set.
-        memory: what this rank holds; only `on` changes it.
+        memory: what this rank holds; `on` gathers and frees, `wait_unshard` makes it whole.
         groups, config: the process groups and options, of which the engine knows the ``rule`` only.
         keeps: what the user wants to stay gathered, as of the last `settle`.
         stamp: version counters of the shards when they were gathered; ``seen``: when the pass began.
@@ -353,7 +353,7 @@ class Unit:
 
     def finish_pass(self) -> None:
         """A backward has finished with one forward of the unit."""
-        self.on(Event.DONE)
+        self.on(Event.UNNEEDED)
         self.stop_computing()
 
     def stop_computing(self) -> None:

@@ -48,8 +48,9 @@ def test_a_call_that_ends_frees():
 
 
 def test_what_a_pass_leaves():
-    """What was gathered ahead and not called is freed, and everything if no backward follows."""
+    """What was gathered ahead and not called is freed, and everything if no backward follows; not what the user wants."""
     assert frees(Event.PASS_ENDS, State.GATHERING)
+    assert not frees(Event.PASS_ENDS, State.GATHERING, pinned=True)
     assert not frees(Event.PASS_ENDS)
     assert frees(Event.PASS_ENDS, recorded=False)
     assert not frees(Event.PASS_ENDS, recorded=False, pinned=True)
@@ -65,7 +66,7 @@ def test_what_a_pass_takes_over():
 
 @pytest.mark.parametrize(
     ("event", "keeps"),
-    [(Event.DONE, ("hidden", "open_calls")), (Event.BACKWARD_ENDS, ("pinned", "awaited", "hidden", "open_calls"))],
+    [(Event.UNNEEDED, ("hidden", "open_calls")), (Event.BACKWARD_ENDS, ("pinned", "awaited", "hidden", "open_calls"))],
 )
 def test_a_backward_frees(event, keeps):
     """Unless the keeps or a call around the backward wants the unit, or, at its end, the user or a later backward."""
