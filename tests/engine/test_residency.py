@@ -48,7 +48,7 @@ def test_a_call_that_ends_frees():
 
 
 def test_what_a_pass_leaves():
-    """What was gathered ahead and not called is freed, and everything if no backward follows; not what the user wants."""
+    """What was gathered ahead and not called is freed; everything if no backward follows. What the user wants stays."""
     assert frees(Event.PASS_ENDS, State.GATHERING)
     assert not frees(Event.PASS_ENDS, State.GATHERING, pinned=True)
     assert not frees(Event.PASS_ENDS)
