@@ -115,7 +115,7 @@ class Pass(Generic[UnitT]):
         self.events: list[int] = []
         self.was_reached = False
         self._token = weakref.ref(Token() if token is None else token)
-        self._numbers: dict[Any, int] = {}  # of the checkpoints, by what identifies them while the pass runs
+        self._checkpoints: list[tuple[Any, int]] = []  # what identifies the last one while the pass runs; its number
         self._open: list[int] = []
 
     @property
@@ -135,8 +135,15 @@ class Pass(Generic[UnitT]):
 
     def enter(self, unit: UnitT, key: Any) -> CallRecord[UnitT]:
         """A call begins, in the checkpoint ``key`` if not None."""
-        segment = -1 if key is None else self._numbers.setdefault(key, len(self._numbers))
+        segment = -1 if key is None else self._segment_of(key)
         return self._begin(CallRecord(unit, segment, self.calls[self._open[-1]] if self._open else None))
+
+    def _segment_of(self, key: Any) -> int:
+        last, number = self._checkpoints[0] if self._checkpoints else (None, -1)
+        if key is not last:
+            number += 1
+            self._checkpoints[:] = [(key, number)]
+        return number
 
     def _begin(self, call: CallRecord[UnitT]) -> CallRecord[UnitT]:
         self._open.append(len(self.calls))
@@ -158,7 +165,7 @@ class Pass(Generic[UnitT]):
 
     def end(self) -> None:
         """The outermost call has ended."""
-        self._numbers.clear()
+        self._checkpoints.clear()
 
     def cut(self, token: Token) -> Pass[UnitT]:
         """End the pass, because a backward begins inside of it; returns the pass in which the open calls go on."""

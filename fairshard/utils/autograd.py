@@ -8,10 +8,13 @@ The names it uses, and what happens if torch does not have them:
 - ``torch._C._current_graph_task_id``: identifies the running backward; -1 outside of any backward.
 - ``Variable._execution_engine.queue_callback``: a call at the end of the running graph task. The task holds the
   callback until it is over, with or without an exception.
+- The frame of ``torch.autograd.Function.apply``: which custom function is the outermost. Without it, a reentrant
+  checkpoint of several units with another one inside raises in its backward.
 - ``Tensor._backward_hooks``: a dictionary of hooks, called in its order, and ``Node._register_hook_dict``, which makes
   autograd read it. If torch keeps hooks elsewhere, a hook is called last, and a unit's memory is freed a moment later.
 """
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +25,7 @@ from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
 NO_BACKWARD = -1
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 _will_execute: Callable[[Any], bool] = getattr(torch._C, "_will_engine_execute_node", lambda _node: True)
 current_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -115,12 +119,11 @@ _CHECKPOINT = "_checkpoint_hook."
 def current_checkpoint() -> Any:
     """An object that is the same for all that one call of a checkpoint runs, the outermost if they are nested; or None.
 
-    A checkpoint that is not reentrant packs saved tensors with hooks of its own. A reentrant one is a custom function,
-    inside of which torch records no gradients of either mode; it makes no graph, so the number of its node stays that
-    of the newest. Every other custom function that computes without a graph counts as one: it may recompute, too.
+    A checkpoint that is not reentrant packs saved tensors with hooks of its own; inside a reentrant one it packs none.
+    A reentrant one is a custom function, inside of which torch records no gradients of either mode: only its frame
+    tells it from those inside it. Every other custom function that computes without a graph counts as one: it may
+    recompute, too.
     """
-    if is_recorded_later():
-        return newest_node()
     hooks: list[Any] = []  # the stack of saved-tensor hooks, which stays as it is
     while (top := _top_hooks(True)) is not None:
         hooks.append(top)
@@ -130,6 +133,16 @@ def current_checkpoint() -> Any:
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
         if found is None and getattr(pack, "__qualname__", "").startswith(_CHECKPOINT):
             found = pack
+    return _outermost_function() if found is None and is_recorded_later() else found
+
+
+def _outermost_function() -> Any:
+    """The frame in which the outermost custom function of this thread was applied."""
+    frame, found = sys._getframe(), None
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            found = frame
+        frame = frame.f_back  # type: ignore[assignment]
     return found
 
 

@@ -82,13 +82,13 @@ def test_calls_know_the_call_around_them(tree):
 
 
 def test_calls_of_one_checkpoint_share_a_segment():
-    """Calls of one checkpoint have the same number, also around another one inside it; other calls have -1."""
+    """Calls of one checkpoint have the same number, those of the next one another; other calls have -1."""
     first, second = object(), object()
     one = Pass()
-    for key in (None, first, first, None, second, first):
+    for key in (None, first, first, None, second, second):
         one.enter("a", key)
         one.leave()
-    assert [call.segment for call in one.calls] == [-1, 0, 0, -1, 1, 0]
+    assert [call.segment for call in one.calls] == [-1, 0, 0, -1, 1, 1]
     assert one.num_segments == 2
 
 

@@ -136,6 +136,39 @@ def test_frozen_units_under_a_checkpoint(use_reentrant):
     train_alike(model, unit_inside, loss_of)
 
 
+class Nested(nn.Module):
+    """A checkpoint that runs a unit, then checkpoints of two others, of either kind, and maybe the first again."""
+
+    def __init__(self, outer, inner, again):
+        super().__init__()
+        self.outer, self.inner, self.again = outer, inner, again
+        self.first, self.one, self.two, self.three = (mlp(4, 4, seed=seed) for seed in range(4))
+
+    def inside(self, x):
+        x = self.one(x)
+        for unit in (self.two, self.three):
+            x = checkpoint(unit, x.cos(), use_reentrant=self.inner)
+        return self.one(x) if self.again else x
+
+    def forward(self, x):
+        return checkpoint(self.inside, self.first(x), use_reentrant=self.outer).sin()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("again", [False, True], ids=["last", "between"])
+@pytest.mark.parametrize("inner", [True, False], ids=["reentrant_inside", "not_reentrant_inside"])
+@both_kinds
+def test_checkpoints_inside_of_checkpoints(use_reentrant, inner, again):
+    """The units of the outermost are gathered for all that it recomputes, in any order of the two kinds."""
+
+    def wrap(model):
+        for name in ("one", "two", "three"):
+            setattr(model, name, FSDP(getattr(model, name)))
+        return FSDP(model)
+
+    train_alike(Nested(use_reentrant, inner, again), wrap, loss_of)
+
+
 @on_ranks(2)
 def test_torchs_checkpoint_wrapper():
     """torch's own wrapper module works inside and outside units, and its prefix does not appear in names."""
