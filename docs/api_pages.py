@@ -151,7 +151,6 @@ INTERNAL = {
     "Preemption": {"leave_to_parent"},
     "RowBlocks": {"block_of"},
     "ShardingStrategy": {"is_hybrid", "reshards_after_forward"},
-    "TrainingState": {"includes"},
 }
 
 # Documented by hand, one section each.
