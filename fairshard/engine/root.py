@@ -452,6 +452,10 @@ class Root:
         self._reads_host_memory = any(fp.shows.on_cpu for unit in units for fp in unit.flat_params)
         self._stream = current_stream(shared.device) if shared.is_asynchronous else None
 
+    def __del__(self) -> None:
+        if self.backward is not None:  # it has raised
+            self.shared.drop()
+
     @property
     def device(self) -> torch.device:
         """Where the model computes."""

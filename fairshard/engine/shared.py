@@ -40,6 +40,12 @@ class Shared:
             with self.unshard_stream.use():
                 self.copies.free()
 
+    def drop(self) -> None:
+        """The model is dropped while work is queued: its memory is used again after that work."""
+        for stream in (self.unshard_stream, self.reduce_stream):
+            stream.record().wait()
+        self.transfers.drop()
+
     def note_free(self) -> None:
         """Memory was freed: later gathers wait until compute has passed this moment."""
         if self.is_asynchronous:

@@ -58,6 +58,11 @@ class GradTransfers:
         self._reads.append((source, landed))
         return landed
 
+    def drop(self) -> None:
+        """The gradients in host memory are dropped: make the host wait for the copies to it."""
+        for _, landed in self._reads:
+            landed.synchronize()
+
     def wait(self, event: Event, counts: bool = True) -> None:
         """Make the host wait for ``event``; if it ``counts`` as blocking training, add the time to ``waited_s``."""
         if not event.is_completed():

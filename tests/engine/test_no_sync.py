@@ -190,7 +190,7 @@ def test_gradients_changed_in_between(kwargs):
                 change(params)
                 with pytest.raises(FairshardError, match="while gradients of no_sync passes wait"):
                     loss_of(wrapped, 2).backward()
-            else:
+            elif rank_device().type != "sim":  # whose operators do not look for elements that share memory
                 with pytest.raises(RuntimeError, match="single memory location"):
                     change(params)
             wrapped.zero_grad()
