@@ -100,8 +100,7 @@ class Engine:
     def enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, CallHooks | None]:
         """A call of ``unit`` begins: gather, prefetch, cast the inputs; returns them and, with a graph, the hooks."""
         self._take_thread(unit)
-        if unit.root.backward is not None:
-            self.drop_interrupted(unit.root)
+        self.drop_interrupted(unit.root)
         hooks = None
         if self.runs_again(unit):
             assert self.backward is not None
