@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import faulthandler
 import os
-import sys
+import re
+import tempfile
 import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
-from itertools import zip_longest
-from types import FrameType
-from typing import Protocol
+from functools import cache
+from itertools import takewhile, zip_longest
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -27,8 +31,7 @@ _AGAIN = GATHERED_AGAIN.partition("{")[0]
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LIBRARIES = (_OWN, _TORCH, os.path.dirname(os.__file__) + os.sep, "<")
-_CALLED_BY_NAME = {"__init__": "", "__call__": "", "_call_impl": ".forward"}
-_DECORATORS = ("decorate_context", "wrapper", "inner", "call")  # Python 3.10 does not show that they are nested
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 _MISSED_BACKWARD = (
     " A backward that reaches no unit of the model, or raises before it reaches one, does not count: let the loss of "
@@ -96,15 +99,12 @@ class Line:
 
 def line_of(thread_id: int) -> Line:
     """The innermost line of a thread outside of torch, fairshard and the standard library."""
-    frame = sys._current_frames().get(thread_id)
-    inner: list[FrameType] = []  # innermost first
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        inner.append(frame)
-        frame = frame.f_back
-    if frame is None:
+    frames = _frames(thread_id)
+    inner = list(takewhile(lambda frame: frame.path.startswith(_LIBRARIES), frames))
+    if len(inner) == len(frames):
         return Line()
-    where = f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}, in {frame.f_code.co_name})"
-    return Line(where, _called(inner))
+    at = frames[len(inner)]
+    return Line(f" ({os.path.basename(at.path)}:{at.line}, in {at.function})", _called(inner))
 
 
 def background() -> list[str]:
@@ -112,22 +112,47 @@ def background() -> list[str]:
     return [one.name.removeprefix(BACKGROUND) for one in threading.enumerate() if one.name.startswith(BACKGROUND)]
 
 
-def _called(inner: list[FrameType]) -> str:
+class _Frame(NamedTuple):
+    path: str
+    line: int
+    function: str
+
+
+def _frames(thread_id: int) -> list[_Frame]:
+    """Frames of a thread that runs on, innermost first, at most 100.
+
+    Not by `sys._current_frames`: up to Python 3.11, ``f_back`` may collect garbage, and so let the thread run on. What
+    it then returns is the memory of a frame that has ended, and reading it crashes the process.
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        text = file.read().decode("unicode_escape")
+    _, _, own = text.partition(f"hread 0x{thread_id:016x} ")
+    return [_Frame(path, int(line), function) for path, line, function in _FRAME.findall(own.partition("\n\n")[0])]
+
+
+def _called(inner: list[_Frame]) -> str:
     """The function that the user has called, if it has led to fairshard; ``inner``: the frames of its call."""
-    if not any(frame.f_code.co_filename.startswith(_OWN) for frame in inner):
+    if not any(frame.path.startswith(_OWN) for frame in inner):
         return ""
-    known = [_name(frame) for frame in reversed(inner) if frame.f_code.co_filename.startswith((_OWN, _TORCH))]
+    known = (_public_name(frame) for frame in reversed(inner) if frame.path.startswith((_OWN, _TORCH)))
     return next(filter(None, known), "fairshard")
 
 
-def _name(frame: FrameType) -> str:
-    """Name of a public function or method; empty for others, and for those that wrap the user's function."""
-    name = frame.f_code.co_name
-    owner = frame.f_locals.get("self")
-    if name in _CALLED_BY_NAME and owner is not None:
-        return type(owner).__name__ + _CALLED_BY_NAME[name]
-    if name.startswith(("_", "<")) or "<locals>" in getattr(frame.f_code, "co_qualname", name):
-        return ""
-    if name in _DECORATORS:
-        return ""
-    return name if owner is None else f"{type(owner).__name__}.{name}"
+def _public_name(frame: _Frame) -> str:
+    """Name of a public function or method, or of the class whose constructor it is; empty for others."""
+    at = (name for lines, name in _public_names(frame.path) if frame.line in lines)
+    return next((name for name in at if frame.function in (name, "__init__")), "")
+
+
+@cache
+def _public_names(path: str) -> list[tuple[range, str]]:
+    """The lines and names of the public functions, methods and constructors that a file defines."""
+    found = []
+    for node in ast.parse(Path(path).read_bytes()).body:
+        for function in node.body if isinstance(node, ast.ClassDef) else [node]:
+            if isinstance(function, ast.FunctionDef):
+                name = getattr(node, "name", "") if function.name == "__init__" else function.name
+                found.append((range(function.lineno, (function.end_lineno or 0) + 1), name))
+    return [(lines, name) for lines, name in found if not name.startswith("_")]

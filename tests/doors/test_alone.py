@@ -13,12 +13,12 @@ from tests.doors.alone_run import TIMEOUT_S
 REPOSITORY = Path(__file__).parents[2]
 ALONE = {
     "construction": "FullyShardedDataParallel",
-    "first_forward": "FullyShardedDataParallel.forward",
-    "state_dict": "FullyShardedDataParallel.state_dict",
+    "first_forward": "forward",
+    "state_dict": "state_dict",
     "optim_state_dict": "optim_state_dict",
     "save": "save",
     "load": "load",
-    "load_latest": "Checkpointer.load_latest",
+    "load_latest": "load_latest",
 }
 """What rank 0 calls alone, by case."""
 STOPPED = [
