@@ -151,7 +151,9 @@ class Backward:
             raise ParameterShardedError(
                 f"A backward must reach unit `{unit.fqn or 'root'}` through the outputs of its calls, or through "
                 "torch.utils.checkpoint, but computes with it while it is sharded. Return every tensor that the loss "
-                "depends on, recompute with torch.utils.checkpoint, and call the model outside of hooks."
+                "depends on, recompute with torch.utils.checkpoint, and call the model outside of hooks. If a "
+                "checkpoint is around several sharded modules that are in no other, pass `use_reentrant=False`, or "
+                "shard the whole model, too."
             )
         self.used.add(unit)
         unit.begin_backward()

@@ -125,21 +125,21 @@ class Proposal:
 
     def _last_of(self, kept: list[Last]) -> Last:
         """What is kept of a backward with the same calls, or a new entry in ``kept``."""
+        segments = {-1: -1}  # by their numbers, which grow, to 0, 1, ...
         key = (
             [[ref(call.unit) for call in one.calls] for one in self.passes],
-            [[call.segment for call in one.calls] for one in self.passes],
+            [segments.setdefault(call.segment, len(segments) - 1) for call in self.calls],
             [one.events for one in self.passes],
             [one.is_common for one in self.passes],
             [(ref(root), root.is_common) for root in self.roots],
         )
-        found = next((last for last in kept if last.calls.key == key), None) or Last(self._new_calls(key))
+        found = next((last for last in kept if last.calls.key == key), None) or Last(self._new_calls(key, segments))
         kept[:] = [found, *(last for last in kept if last is not found)][:_MAX_KEPT]
         return found
 
-    def _new_calls(self, key: Any) -> Calls:
+    def _new_calls(self, key: Any, segments: dict[int, int]) -> Calls:
         made = Calls(key)
         number = {unit: index for index, unit in enumerate(self.units)}
-        num_segments = 0
         for forward, one in enumerate(self.passes):
             start = len(made.places)
             made.events += [event + start if event >= 0 else event - start for event in one.events]
@@ -147,9 +147,7 @@ class Proposal:
                 is_empty = not call.unit.has_shards
                 if is_empty:
                     made.empty.add(len(made.places))
-                segment = call.segment + num_segments if call.segment >= 0 and not is_empty else -1
-                made.places.append(CallPlace(number[call.unit], forward, segment))
-            num_segments += one.num_segments
+                made.places.append(CallPlace(number[call.unit], forward, -1 if is_empty else segments[call.segment]))
         comms = [comm for root in self.roots if root.is_common for comm in root.comms]
         comms = [comm for comm in dict.fromkeys(comms) if comm.peers]
         made.peers = [self._peers_of(comm, made) for comm in comms]

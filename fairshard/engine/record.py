@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Collection, Iterable, Sequence
 from enum import IntEnum
 from itertools import count
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 UnitT = TypeVar("UnitT")
@@ -72,7 +73,7 @@ class CallRecord(Generic[UnitT]):
     """One call of ``unit`` in a pass.
 
     Attributes:
-        segment: number, within the pass, of the checkpoint that runs it again; -1 if none.
+        segment: number of the checkpoint that runs it again, as in `Checkpoints`; -1 if none.
         around: the call in which it began, if any.
         sight: what shows whether a backward reaches it.
         hooks: weak reference to its `CallHooks`, if outputs carry a graph.
@@ -115,7 +116,6 @@ class Pass(Generic[UnitT]):
         self.events: list[int] = []
         self.was_reached = False
         self._token = weakref.ref(Token() if token is None else token)
-        self._checkpoints: list[tuple[Any, int]] = []  # what identifies the last one while the pass runs; its number
         self._open: list[int] = []
 
     @property
@@ -124,26 +124,13 @@ class Pass(Generic[UnitT]):
         is_unseen = not self.was_reached and any(call.sight > Sight.HOOKS for call in self.calls)
         return is_unseen or self._token() is not None
 
-    @property
-    def num_segments(self) -> int:
-        """Number of checkpoints in it."""
-        return 1 + max((call.segment for call in self.calls), default=-1)
-
     def goes_only_through(self, units: Collection[UnitT]) -> bool:
         """Whether all its calls are calls of ``units``."""
         return all(call.unit in units for call in self.calls)
 
-    def enter(self, unit: UnitT, key: Any) -> CallRecord[UnitT]:
-        """A call begins, in the checkpoint ``key`` if not None."""
-        segment = -1 if key is None else self._segment_of(key)
+    def enter(self, unit: UnitT, segment: int = -1) -> CallRecord[UnitT]:
+        """A call begins; ``segment``: see `CallRecord`."""
         return self._begin(CallRecord(unit, segment, self.calls[self._open[-1]] if self._open else None))
-
-    def _segment_of(self, key: Any) -> int:
-        last, number = self._checkpoints[0] if self._checkpoints else (None, -1)
-        if key is not last:
-            number += 1
-            self._checkpoints[:] = [(key, number)]
-        return number
 
     def _begin(self, call: CallRecord[UnitT]) -> CallRecord[UnitT]:
         self._open.append(len(self.calls))
@@ -163,18 +150,33 @@ class Pass(Generic[UnitT]):
         self.calls[:] = [self.calls[index] for index in kept]
         self.events[:] = [new[event] for event in self.events if event in new]
 
-    def end(self) -> None:
-        """The outermost call has ended."""
-        self._checkpoints.clear()
-
     def cut(self, token: Token) -> Pass[UnitT]:
         """End the pass, because a backward begins inside of it; returns the pass in which the open calls go on."""
         rest = Pass[UnitT](token, self.is_common)
         for index in self._open:
             rest._begin(self.calls[index]).segment = -1
         self.drop(rest.calls)
-        self.end()
         return rest
+
+
+class Checkpoints:
+    """Numbers the checkpoints that calls run in; one may be around passes of several models."""
+
+    def __init__(self) -> None:
+        self._new = count()
+        self._of_hooks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._of_frames: dict[Any, int] = {}  # of the running pass: a frame would keep the inputs of its checkpoint
+
+    def number_of(self, key: Any) -> int:
+        """The number of the running checkpoint; ``key``: see `current_checkpoint`."""
+        numbers = self._of_frames if isinstance(key, FrameType) else self._of_hooks
+        if key not in numbers:
+            numbers[key] = next(self._new)
+        return numbers[key]
+
+    def end_pass(self) -> None:
+        """The outermost call has ended."""
+        self._of_frames.clear()
 
 
 class Record(Generic[UnitT]):

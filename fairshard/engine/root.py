@@ -20,7 +20,7 @@ from fairshard.engine.backward import Backward, problem_of
 from fairshard.engine.call_hooks import CallHooks, Probe
 from fairshard.engine.observer import Observer, listening
 from fairshard.engine.plan import Last, Plan, agree_on_plan, roots_of
-from fairshard.engine.record import CallRecord, Following, ForwardOrder, Pass, Record, Sight, Token
+from fairshard.engine.record import CallRecord, Checkpoints, Following, ForwardOrder, Pass, Record, Sight, Token
 from fairshard.engine.residency import Event, State
 from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
@@ -72,7 +72,7 @@ class Engine:
     def __init__(self) -> None:
         self.roots: weakref.WeakSet[Root] = weakref.WeakSet()
         self._backward: Callable[[], Backward | None] = _NONE
-        self._places = count()
+        self._places, self._checkpoints = count(), Checkpoints()
         self._running: _Running | None = None
         self._thread = 0  # that runs a pass, or ran the last one
 
@@ -139,7 +139,8 @@ class Engine:
         if running.is_trained:
             checkpoint = current_checkpoint()
             if is_grad_enabled or checkpoint is not None:
-                record = running.open[-1] = running.record.enter(unit, checkpoint)
+                segment = -1 if checkpoint is None else self._checkpoints.number_of(checkpoint)
+                record = running.open[-1] = running.record.enter(unit, segment)
                 if not is_grad_enabled and is_recorded_later():
                     record.sight = Sight.LATER
         for call_enters in unit.root.listeners["call_enters"]:
@@ -232,7 +233,7 @@ class Engine:
             for unit in root.units:
                 if unit.memory is not State.SHARDED:
                     unit.on(Event.PASS_ENDS, recorded=recorded)
-        running.record.end()
+        self._checkpoints.end_pass()
         if recorded:
             if running.failed:
                 running.record.drop(running.failed)

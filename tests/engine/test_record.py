@@ -1,9 +1,11 @@
 """The order of the last forward is a hint for the next; a backward is planned from the record of forwards."""
 
+import sys
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairshard.engine.record import ForwardOrder, Pass, Record, Sight, Token
+from fairshard.engine.record import Checkpoints, ForwardOrder, Pass, Record, Sight, Token
 
 passes = st.lists(st.sampled_from("abcd"), max_size=8)
 # A forward as nested calls: [("a", [("b", [])]), ("c", [])].
@@ -42,7 +44,7 @@ def test_another_pass_gives_hints_from_the_last_one_only(first, second):
 def run(one, tree, failing=(), failed=None):
     """Record nested calls; units in ``failing`` raise, and their callers continue."""
     for unit, inner in tree:
-        call = one.enter(unit, None)
+        call = one.enter(unit)
         run(one, inner, failing, failed)
         one.leave()
         if unit in failing:
@@ -81,24 +83,23 @@ def test_calls_know_the_call_around_them(tree):
             running.append(one.calls[event])
 
 
-def test_calls_of_one_checkpoint_share_a_segment():
-    """Calls of one checkpoint have the same number, those of the next one another; other calls have -1."""
-    first, second = object(), object()
-    one = Pass()
-    for key in (None, first, first, None, second, second):
-        one.enter("a", key)
-        one.leave()
-    assert [call.segment for call in one.calls] == [-1, 0, 0, -1, 1, 1]
-    assert one.num_segments == 2
+def test_checkpoints_are_numbered():
+    """Calls of one checkpoint get the same number, also in another pass; those of the next one get another."""
+    checkpoints = Checkpoints()
+    first, second, frame = (lambda: 0), (lambda: 0), sys._getframe()
+    assert [checkpoints.number_of(key) for key in (first, first, second, frame, frame)] == [0, 0, 1, 2, 2]
+    checkpoints.end_pass()
+    assert [checkpoints.number_of(key) for key in (second, frame)] == [1, 3]
+    del second
+    assert checkpoints.number_of(lambda: 0) == 4
 
 
 def test_a_pass_is_alive_as_long_as_its_hooks():
     """It dies with the last hook of its calls; one whose calls have none awaits one backward."""
     hook = Token()
     one = Pass(hook)
-    one.enter("a", None)
+    one.enter("a")
     one.leave()
-    one.end()
     assert one.is_alive
     del hook
     assert not one.is_alive
@@ -111,12 +112,12 @@ def test_a_pass_is_alive_as_long_as_its_hooks():
 def test_a_pass_is_cut_where_a_backward_begins_in_it():
     """The calls that have ended await the backward; those that have not go on in the pass."""
     one = Pass()
-    outer = one.enter("a", None)
-    inner = one.enter("b", None)
+    outer = one.enter("a")
+    inner = one.enter("b")
     one.leave()
     rest = one.cut(Token())
     assert (one.calls, one.events) == ([inner], [0, ~0])
-    later = rest.enter("c", None)
+    later = rest.enter("c")
     rest.leave()
     rest.leave()
     assert (rest.calls, spelled(rest)) == ([outer, later], "acCA")
@@ -128,7 +129,7 @@ def test_the_oldest_passes_are_dropped():
     for place in range(3):
         one = Pass()
         for _ in range(1 << 13):
-            one.enter("a", None)
+            one.enter("a")
             one.leave()
         record.add(one, place)
     assert [(one.place, one.number) for one in record.passes] == [(1, 2), (2, 3)]

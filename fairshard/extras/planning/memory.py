@@ -221,7 +221,7 @@ class _Step:
     def _forward(self, unit: PlannedUnit) -> None:
         self._at = f"in the forward of {unit.fqn or 'the root'}"
         self._ahead.discard(unit)
-        self._pass.enter(unit, None)
+        self._pass.enter(unit)
         ahead = self._following.enter(unit)
         self._gather(unit)
         if ahead is not None and ahead not in self._gathered and self._root.config.forward_prefetch is not False:

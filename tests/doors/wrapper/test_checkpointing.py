@@ -10,10 +10,12 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import fully_shard
+from tests.engine.random_nets import whole_state
 from tests.kit import rank_device
 from tests.models import Block, mlp, wrap_each
 from tests.on_ranks import on_ranks
-from tests.reference import assert_same_step, randn, train_alike
+from tests.reference import assert_same_state, assert_same_step, average_grads_, randn, sgd, train_alike
 
 both_kinds = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not_reentrant"])
 
@@ -167,6 +169,52 @@ def test_checkpoints_inside_of_checkpoints(use_reentrant, inner, again):
         return FSDP(model)
 
     train_alike(Nested(use_reentrant, inner, again), wrap, loss_of)
+
+
+class Apart(nn.Module):
+    """Two models, which no unit is around: one checkpoint runs both, and one of them runs again outside of it."""
+
+    def __init__(self, use_reentrant, again):
+        super().__init__()
+        self.one, self.two = mlp(4, 4, seed=5), mlp(4, 4, seed=6)
+        self.use_reentrant, self.again = use_reentrant, again
+
+    def forward(self, x):
+        if self.again == "before":
+            x = self.two(x)
+        y = checkpoint(lambda x: self.two(self.one(x).sin()), x, use_reentrant=self.use_reentrant)
+        if self.again == "after":
+            return y.mean() + self.one(y.cos()).mean()
+        return x.mean() + y.mean()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("shard", [FSDP, fully_shard])
+@pytest.mark.parametrize(
+    ("use_reentrant", "again"),
+    [(True, None), (True, "before"), (False, None), (False, "before"), (False, "after")],
+)
+def test_a_checkpoint_around_several_models(use_reentrant, again, shard):
+    """Models that are in no other are gathered for all that their checkpoint recomputes."""
+
+    def loss_of(model, key):
+        return model(randn(3, 4, key=key).requires_grad_()).square()
+
+    def wrap(model):
+        model.one, model.two = shard(model.one), shard(model.two)
+        return model
+
+    plain, wrapped = Apart(use_reentrant, again), wrap(Apart(use_reentrant, again))
+    of_plain, of_wrapped = sgd(plain), sgd(wrapped)
+    for step in range(3):
+        for model, optimizer in ((plain, of_plain), (wrapped, of_wrapped)):
+            loss_of(model, step).backward()
+            if model is plain:
+                average_grads_(plain.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    for name in ("one", "two"):
+        assert_same_state(whole_state(getattr(wrapped, name)), getattr(plain, name).state_dict(), 1e-6, 1e-6)
 
 
 @on_ranks(2)
