@@ -32,6 +32,7 @@ class ViewedGrad(ShardGrad):
         self._cut_runs: list[Tensor] | None = None  # see `_runs`
         self._shows: Sequence[Tensor] = ()  # each run as it is shown on its view
         self._held_runs: list[Tensor | None] = []  # if gradients are held: the runs, None for those dropped
+        self._copied: list[Tensor] = []  # gradients that a backward's streams may still read
         self._were_none = bytearray()  # parameters whose gradient was None before the last one was added
 
     def show_on(self, views: Sequence[nn.Parameter], spans: Sequence[Span]) -> None:
@@ -106,8 +107,14 @@ class ViewedGrad(ShardGrad):
                     run.zero_()
                 elif grad is not show:
                     run.copy_(self.own_of(index, grad))
+                    self._copied.append(grad)
                     self._show_behind(index, show)
         return whole
+
+    def begin_backward(self) -> None:
+        """See `ShardGrad.begin_backward`."""
+        super().begin_backward()
+        self._copied.clear()
 
     def _grads(self) -> Sequence[Tensor | None]:
         """The reduced gradient of each view."""
@@ -115,7 +122,7 @@ class ViewedGrad(ShardGrad):
         return shown if pending is None else [pending.behind(index, grad) for index, grad in enumerate(shown)]
 
     def forget_dropped(self) -> None:
-        """Free the memory of the gradients, if the user has dropped all of them."""
+        """Free the memory of the gradients, if the user has dropped all of them: between passes."""
         if self._own is not None and self.pending is None and _are_all_none(self.shown):
             self._forget()
 

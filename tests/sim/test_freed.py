@@ -53,6 +53,22 @@ def test_a_sum_that_waits_for_replicas_is_freed_after_it_is_added(seed):
 
 
 @on_sim(2)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_gradient_that_the_user_has_assigned_is_freed_after_it_is_added_to(seed):
+    """It is copied on the reduce stream, while the backward takes memory on its own."""
+    model, expected = linears(bucket_cap_mb=0), linears(bucket_cap_mb=0)
+    for step in range(3):
+        for one in (model, expected):
+            one(randn(3, 4, key=step)).square().sum().backward()
+        for param in model.parameters():
+            param.grad = param.grad.clone()
+        for one in (model, expected):
+            one(randn(3, 4, key=(step, 1))).square().sum().backward()
+        for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.to_local(), other.grad.to_local(), rtol=1e-5, atol=1e-5)
+
+
+@on_sim(2)
 def test_a_unit_that_stays_on_the_device_has_parameters_there():
     """With ``offload_fraction``, DTensors and their local tensors are on the device of the shard; they are trained."""
     model = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 5))
