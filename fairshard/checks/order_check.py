@@ -36,23 +36,6 @@ _FACTOR, _MASK = 0x100000001B3, (1 << 62) - 1  # of a rolling hash
 _FORWARD, _BACKWARD = -1, -2  # the start of a pass; units count from 0, twice if gathered again
 
 
-def check_settings(units: Sequence[Unit]) -> None:
-    """Raise unless the options of the whole model are equal in all of ``units``, outermost first.
-
-    Raises:
-        ValueError: an inner unit has a different ``order_check`` or ``nan_check``.
-    """
-    outer = units[0]
-    for unit in units:
-        for name in ("order_check", "nan_check"):
-            wanted, found = getattr(outer.config, name), getattr(unit.config, name)
-            if found != wanted:
-                raise ValueError(
-                    f"`{name}` must be the same in all wrappers of a model, but is {found!r} in unit `{unit.fqn}` and "
-                    f"{wanted!r} in `{outer.fqn or 'root'}`, the outermost. Pass the same value to both."
-                )
-
-
 @dataclass(frozen=True)
 class Recorded:
     """What one rank has run, for the error that names a difference.

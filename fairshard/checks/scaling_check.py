@@ -27,10 +27,10 @@ from torch.optim import Optimizer
 
 from fairshard.checks.optimizer_check import check_gradients
 from fairshard.checks.shards import stepped_of
-from fairshard.checks.watchdog import reported
 from fairshard.engine.tree import every_root
 from fairshard.errors import LocalScalingError
 from fairshard.utils.collectives import Communicator
+from fairshard.utils.failures import reported
 from fairshard.utils.messages import gather_scalars
 from fairshard.utils.user_line import level_of_user
 

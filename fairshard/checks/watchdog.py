@@ -230,14 +230,6 @@ def watch(training: Training | None = None) -> None:
         own.follow(training)
 
 
-def reported(error: FairshardError) -> FairshardError:
-    """``error``, which this rank may raise alone: ranks that wait for it until a collective fails then name it."""
-    own = observer()
-    if isinstance(own, Watchdog):
-        own.note_raised(error)
-    return error
-
-
 def has_failed() -> bool:
     """Whether a collective of the default group, or of a group made from it, has failed in this process."""
     own = observer()

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fairshard.checks.shards import stepped_of
-from fairshard.checks.watchdog import reported
 from fairshard.engine.tree import is_wrapper, paths_of, unit_of, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.params.slot import ParamSlot, slot_of
+from fairshard.utils.failures import reported
 from fairshard.utils.names import join
 
 

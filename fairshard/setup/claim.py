@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fairshard.checks.agreement import ValuesCheck, check_agreement, raise_together
-from fairshard.checks.nan_check import NanCheck
-from fairshard.checks.order_check import OrderCheck, check_settings
-from fairshard.checks.profile_regions import ProfileStart
-from fairshard.checks.usage import UsageCheck
+from fairshard.checks.agreement import check_agreement, raise_together
 from fairshard.engine.root import Root
 from fairshard.engine.shared import Shared
 from fairshard.engine.tree import modules_of, unit_of, units_below, walk
@@ -26,7 +21,7 @@ from fairshard.setup.naming import place
 from fairshard.setup.placement import check_host_memory, compute_device
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.dynamo import untraced
-from fairshard.utils.groups import communicator, on_host, part_of
+from fairshard.utils.groups import on_host, part_of
 
 
 @untraced
@@ -55,7 +50,7 @@ def claim(module: nn.Module) -> Root:
         refused = error  # raised after the ranks have compared their models, because it may concern this rank alone
     for unit in units:
         unit.origin.shared.find_owners(unit, units)
-    check_settings(units)
+    _check_settings(units)
     comms = {unit: unit.groups.communicators() for unit in units}
     for unit in units:
         connect(unit)
@@ -81,13 +76,7 @@ def claim(module: nn.Module) -> Root:
         Shared(device, units[0].config.bucket_cap_mb),
         distinct,
         comms,
-        [
-            UsageCheck(units),
-            ValuesCheck(units),
-            OrderCheck(units, distinct),
-            NanCheck(units, [*distinct, *_comms_of_dtensors(units)]),
-            ProfileStart(units),
-        ],
+        units[0].origin.observers(units, distinct),
     )
     own_modules: dict[Unit, list[nn.Module]] = {unit: [] for unit in units}
     for _, part in walk(module):
@@ -124,6 +113,23 @@ def check_complete(module: nn.Module, root: Root) -> None:
         )
 
 
+def _check_settings(units: Sequence[Unit]) -> None:
+    """Raise unless the options of the whole model are equal in all of ``units``, outermost first.
+
+    Raises:
+        ValueError: an inner unit has a different ``order_check`` or ``nan_check``.
+    """
+    outer = units[0]
+    for unit in units:
+        for name in ("order_check", "nan_check"):
+            wanted, found = getattr(outer.config, name), getattr(unit.config, name)
+            if found != wanted:
+                raise ValueError(
+                    f"`{name}` must be the same in all wrappers of a model, but is {found!r} in unit `{unit.fqn}` and "
+                    f"{wanted!r} in `{outer.fqn or 'root'}`, the outermost. Pass the same value to both."
+                )
+
+
 def _check_pairs(units: Sequence[Unit]) -> None:
     """Check that if one of ``units``, the outermost first, is hybrid, all are hybrid over the same pair of groups.
 
@@ -156,20 +162,6 @@ def _check_agreement(
                 except RanksDisagreeError as error:
                     found = found or error
     raise_together(distinct if len(distinct) > 1 else (), found or refused)
-
-
-def _comms_of_dtensors(units: Iterable[Unit]) -> list[Communicator]:
-    """With ``nan_check``, communicators of the meshes of parameters that were DTensors: their ranks must raise too."""
-    slots: list[Any] = [
-        slot
-        for unit in units
-        if unit.config.nan_check
-        for flat_param in unit.flat_params
-        for slot in flat_param.slots
-        if slot.has_mesh
-    ]
-    meshes = dict.fromkeys(slot.spec.mesh for slot in slots)
-    return list(dict.fromkeys(communicator(mesh.get_group(dim)) for mesh in meshes for dim in range(mesh.ndim)))
 
 
 def roots_below(module: nn.Module) -> list[Root]:

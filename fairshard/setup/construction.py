@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fairshard.checks.agreement import check_same, raise_together
+from fairshard.checks.standard import standard_observers
 from fairshard.checks.watchdog import watch
 from fairshard.engine.tree import units_below, walk
 from fairshard.errors import FairshardError
@@ -93,7 +94,8 @@ def make_ready(module: nn.Module, how: Construction, ignored: Ignored, groups: l
     if how.device is not None and not own.on_meta:
         own.move_buffers(device)
     places = _places_of(own.ignored, module)
-    return Origin(device, own.ignored, how.device is not None, how.moves_inputs, sums, SharedParams(), places)
+    is_placed, shared = how.device is not None, SharedParams()
+    return Origin(device, own.ignored, is_placed, how.moves_inputs, sums, shared, standard_observers, places)
 
 
 def _places_of(ignored: Ignored, module: nn.Module) -> list[tuple[nn.Module, str]]:

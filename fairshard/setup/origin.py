@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fairshard.engine.observer import Observer
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.nested import apply_to_tensors
 
@@ -44,7 +45,8 @@ class Origin:
 
     ``is_placed``: the user chose the device. ``moves_inputs``: a forward moves its inputs there. ``sums``: if ranks
     may have begun with different values, a checksum of each parameter until they are compared. ``shared``: the
-    `SharedParams` of other units that its modules use. ``ignored_places``: modules that hold ignored parameters and
+    `SharedParams` of other units that its modules use. ``observers(units, comms)``: makes those of the model of which
+    this unit is the outermost; see `Root`. ``ignored_places``: modules that hold ignored parameters and
     modules, and the names there. ``known``: the modules and parameters that the model had when it was last checked for
     new ones.
     """
@@ -55,6 +57,7 @@ class Origin:
     moves_inputs: bool
     sums: dict[str, Tensor]
     shared: Any
+    observers: Callable[..., list[Observer]]
     ignored_places: Sequence[tuple[nn.Module, str]] = ()
     known: Any = None
     _versions: list[int] = field(default_factory=list)

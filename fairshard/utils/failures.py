@@ -25,6 +25,9 @@ class Observer(Protocol):
     def explain(self, error: Exception) -> FairshardError:
         """The error to raise for a collective that failed with ``error``."""
 
+    def note_raised(self, error: Exception) -> None:
+        """This rank raises ``error``, maybe alone."""
+
 
 observers: weakref.WeakKeyDictionary[ProcessGroup, Observer] = weakref.WeakKeyDictionary()
 """The observer of each default group."""
@@ -40,6 +43,14 @@ def explain(error: Exception) -> FairshardError:
     """The error to raise for a collective that failed with ``error``; an observer may take seconds to find it."""
     own = observer()
     return CollectiveFailedError(f"A collective failed: {error}") if own is None else own.explain(error)
+
+
+def reported(error: FairshardError) -> FairshardError:
+    """``error``, which this rank may raise alone: ranks that wait for it until a collective fails then name it."""
+    own = observer()
+    if own is not None:
+        own.note_raised(error)
+    return error
 
 
 def explained(collective: Collective) -> Collective:
