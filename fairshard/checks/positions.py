@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile, zip_longest
@@ -31,7 +31,7 @@ _AGAIN = GATHERED_AGAIN.partition("{")[0]
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LIBRARIES = (_OWN, _TORCH, os.path.dirname(os.__file__) + os.sep, "<")
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?{3}) in (.*)$', re.MULTILINE)
 
 _MISSED_BACKWARD = (
     " A backward that reaches no unit of the model, or raises before it reaches one, does not count: let the loss of "
@@ -114,7 +114,7 @@ def background() -> list[str]:
 
 class _Frame(NamedTuple):
     path: str
-    line: int
+    line: str  # a number, or ??? in code of which the compiler knows none
     function: str
 
 
@@ -129,7 +129,7 @@ def _frames(thread_id: int) -> list[_Frame]:
         file.seek(0)
         text = file.read().decode("unicode_escape")
     _, _, own = text.partition(f"hread 0x{thread_id:016x} ")
-    return [_Frame(path, int(line), function) for path, line, function in _FRAME.findall(own.partition("\n\n")[0])]
+    return [_Frame(*found) for found in _FRAME.findall(own.partition("\n\n")[0])]
 
 
 def _called(inner: list[_Frame]) -> str:
@@ -147,12 +147,13 @@ def _public_name(frame: _Frame) -> str:
 
 
 @cache
-def _public_names(path: str) -> list[tuple[range, str]]:
+def _public_names(path: str) -> list[tuple[Collection[str], str]]:
     """The lines and names of the public functions, methods and constructors that a file defines."""
     found = []
     for node in ast.parse(Path(path).read_bytes()).body:
         for function in node.body if isinstance(node, ast.ClassDef) else [node]:
             if isinstance(function, ast.FunctionDef):
                 name = getattr(node, "name", "") if function.name == "__init__" else function.name
-                found.append((range(function.lineno, (function.end_lineno or 0) + 1), name))
+                lines = range(function.lineno, (function.end_lineno or 0) + 1)
+                found.append((set(map(str, lines)), name))
     return [(lines, name) for lines, name in found if not name.startswith("_")]

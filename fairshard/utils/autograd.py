@@ -46,7 +46,9 @@ class _Use(torch.autograd.Function):
 def accumulate_node(leaf: Tensor) -> Any:
     """The graph node that adds to ``leaf.grad``; stays the same object as long as something refers to it."""
     with torch.inference_mode(False), torch.enable_grad():
-        return _Use.apply(leaf).grad_fn.next_functions[0][0]  # type: ignore[no-untyped-call]
+        used: Tensor = _Use.apply(leaf)  # type: ignore[no-untyped-call]
+        assert used.grad_fn is not None  # it ends with its tensor before torch 2.7
+        return used.grad_fn.next_functions[0][0]
 
 
 def reaches(node: Any, is_captured: bool = False) -> bool:
