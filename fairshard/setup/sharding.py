@@ -17,10 +17,11 @@ from fairshard.params.flat_param import FlatParam
 from fairshard.params.line import FlatLine
 from fairshard.params.placeholder import ShardedParameter
 from fairshard.params.shown import ShownShard
-from fairshard.params.slot import ParamSlot, guard_of, slot_of
+from fairshard.params.slot import ParamSlot, slot_of
 from fairshard.settings.config import UnitConfig
 from fairshard.settings.data_mesh import DataMesh
 from fairshard.settings.placements import Owned, RowBlocks
+from fairshard.setup.guard import guard_modules, guard_of
 from fairshard.setup.lines import PlacementFn, SlotLines
 from fairshard.setup.naming import place
 from fairshard.setup.origin import Ignored, Origin
@@ -92,6 +93,7 @@ def shard_parameters(
         if not flat_param.shows.on_cpu:
             flat_param.shows.move_to(origin.device)
         flat_params.append(flat_param)
+    guard_modules(flat_params)
     origin.note_cut(flat_params)
     return flat_params
 
@@ -166,6 +168,7 @@ def shard_rows(
     for slot in extended:
         extends = ShownExtended(ExtendedSlot(slot), data.mesh, config.master_on_cpu, origin.device)
         flat_params.append(ExtendedParam(extends, extends.slots[0].fqn, policy))
+    guard_modules(flat_params)
     origin.note_cut(flat_params)
     return flat_params
 
