@@ -343,7 +343,7 @@ class Unit:
     def send_grads(self, bucketer: Bucketer, yields: bool = False) -> None:
         """Hand the gradients to the reduction, or keep them whole under ``no_sync``; ``yields``: a gather follows."""
         for flat_param in self.flat_params:
-            if not flat_param.is_owed:
+            if 1 not in flat_param.reached:
                 continue
             if self.sync:
                 flat_param.note_sent()

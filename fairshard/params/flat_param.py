@@ -50,7 +50,7 @@ class FlatParam:
         trained: for each parameter 1 if it needs a gradient, as last followed.
         gathered: the memory of the whole parameters; `materialize` sets it, the dtypes and the device.
         nodes: the graph nodes of the leaves; None for those not trained.
-        is_owed: some rank has a gradient of ``reached`` parameters (None: of all), from its backward or pending.
+        reached: for each parameter 1 if the running backward gives it a gradient on any rank, or one is pending.
         contributed: parameters of which this rank has sent gradients in this backward.
         num_sent: sums in flight.
         keeps_sums: sums wait for those over replicas.
@@ -63,8 +63,7 @@ class FlatParam:
     grad: Any = None
     device_shard: Tensor | None = None
     nodes: Sequence[Any] = ()
-    is_owed = False
-    reached: bytes | None = None
+    reached = b""
     num_sent = 0
     _is_updated = True
     _hooks: Any = ()
@@ -323,8 +322,7 @@ class FlatParam:
 
         Gradients that no rank has stay None.
         """
-        self.is_owed = 1 in which
-        self.reached = bytes(which) if 0 in which else None
+        self.reached = bytes(which)
         self.contributed = bytearray(len(self.slots))
 
     def write_grads(self, views: list[list[Tensor]]) -> None:
@@ -352,7 +350,7 @@ class FlatParam:
             if is_dtensor or grad.is_sparse:
                 grad = slot.local_grad(grad)
             self.contributed[index] = 1
-            if self.reached is not None and not self.reached[index]:
+            if not self.reached[index]:
                 raise unexpected_error(slot.fqn)
             targets += runs
             if runs and runs[0].shape == grad.shape:  # one run: the first of several has fewer elements
@@ -395,11 +393,10 @@ class FlatParam:
         """
         self.num_sent -= 1
         if self.keeps_sums:
-            reached = self.reached or b"\1" * len(self.slots)
             with torch.no_grad():
                 pending = self.grad.pending_of(len(self.slots))
-                pending.add_shard_sum(reduced, reached)
-                pending.show(reached)
+                pending.add_shard_sum(reduced, self.reached)
+                pending.show(self.reached)
             return
         if self.route.hook is not None:
             self.route.change(reduced)
@@ -423,7 +420,7 @@ class FlatParam:
             grad, slot.leaf.grad = slot.leaf.grad, None
             if grad is not None:
                 pending.add(index, self._as_kept(slot, grad))
-        pending.show(self.reached or b"\1" * len(self.slots))
+        pending.show(self.reached)
 
     @property
     def has_leaf_grads(self) -> bool:

@@ -110,7 +110,7 @@ class ShardGrad:
         self._held = held
         self._buffers: deque[Tensor] = deque(maxlen=2)  # the second is used while gradients accumulate
         # Copies that `land` has not waited for yet, the event after each, and the parameters that it has gradients of.
-        self.flights: deque[tuple[Tensor, Event, bytes | None]] = deque()
+        self.flights: deque[tuple[Tensor, Event, bytes]] = deque()
         self._is_new = False  # there was no gradient before the last one was added
 
     # ---- what users see
@@ -171,10 +171,10 @@ class ShardGrad:
         kept = self._buffers if self.home is GradHome.HOST else (self.value,)
         return [grad for grad in kept if grad is not None]
 
-    def add(self, reduced: Tensor, reached: bytes | None = None) -> None:
+    def add(self, reduced: Tensor, reached: bytes = b"") -> None:
         """Set or add ``reduced``, made on the current stream; if gradients move to the host, `land` completes the move.
 
-        ``reached``: for each parameter 1 if it has a gradient; None: all have one.
+        ``reached``: for each parameter 1 if it has a gradient; empty: all have one.
         """
         if reduced.dtype != self.dtype:
             reduced = reduced.to(self.dtype)
@@ -283,7 +283,7 @@ class ShardGrad:
         else:
             set_grad(self._shard, grad)
 
-    def _receive(self, grad: Tensor, reached: bytes | None) -> None:
+    def _receive(self, grad: Tensor, reached: bytes) -> None:
         """Set or add ``grad`` ``[S]``, except to lost faces."""
         lost: Collection[int] = ()
         if self.pending is not None:
@@ -293,7 +293,7 @@ class ShardGrad:
         self._set_or_add(grad, reached, lost)
         self.landed = Landed(self.shown)
 
-    def _set_or_add(self, grad: Tensor, reached: bytes | None, lost: Collection[int]) -> None:
+    def _set_or_add(self, grad: Tensor, reached: bytes, lost: Collection[int]) -> None:
         kept = self.value
         self._is_new = kept is None and not lost
         if lost:

@@ -124,7 +124,7 @@ class ViewedGrad(ShardGrad):
         if self._held_runs or self.home is not GradHome.HELD:
             self.show(index, None)
 
-    def add(self, reduced: Tensor, reached: bytes | None = None) -> None:
+    def add(self, reduced: Tensor, reached: bytes = b"") -> None:
         """See `ShardGrad.add`. A parameter that was not reached and has no gradient keeps None."""
         if self.home is GradHome.HOST:
             self.forget_dropped()  # otherwise their memory would count as in use
@@ -203,13 +203,13 @@ class ViewedGrad(ShardGrad):
         self._cut(None)
         self._held_runs = []
 
-    def _set_or_add(self, grad: Tensor, reached: bytes | None, lost: Collection[int]) -> None:
+    def _set_or_add(self, grad: Tensor, reached: bytes, lost: Collection[int]) -> None:
         grads = self._grads()
-        if reached is None and not lost and _are_all_none(grads):  # the usual case: the rest takes too much host time
+        if 0 not in reached and not lost and _are_all_none(grads):  # the usual case: the rest takes too much host time
             self._were_none = bytearray(b"\1") * len(self._views)
             self._set(grad.data)  # with its own version counter, not the whole bucket's
             return
-        own = [index not in lost and (reached is None or reached[index] == 1) for index in range(len(self._views))]
+        own = [index not in lost and (not reached or reached[index] == 1) for index in range(len(self._views))]
         self._were_none = bytearray(one is None and index not in lost for index, one in enumerate(grads))
         kept = self.value
         if kept is not None:
