@@ -214,11 +214,15 @@ class _Cover:
 
 
 class Landed:
-    """The gradients to which a backward has added sums, as they were then; refers to none of them."""
+    """The gradients to which a backward has added sums, as they were then; refers to none of them.
 
-    __slots__ = ("_ids", "_versions")
+    ``created``: for each face 1 if it had no gradient before.
+    """
 
-    def __init__(self, grads: Sequence[Tensor | None]) -> None:
+    __slots__ = ("_ids", "_versions", "created")
+
+    def __init__(self, grads: Sequence[Tensor | None], created: Sequence[int] = b"") -> None:
+        self.created = created
         self._ids = [*map(id, grads)]
         self._versions = [-1 if grad is None else grad._version for grad in grads]
 
