@@ -453,17 +453,5 @@ class FlatParam:
         self.drop_grads()
         self.grad.abandon(len(self.slots))
 
-    def check_whole(self, face: int | None = None) -> None:
-        """Raise if the gradient of one face, or of any, is pending or incomplete, unless it was zeroed since.
-
-        Raises:
-            PartialGradientError: an exception has left it incomplete.
-            PendingGradientError: it waits to be reduced.
-        """
-        self.drop_zeroed()
-        for index, one in enumerate(self.stepped if self.pending is not None else ()):
-            if face in (None, index):
-                self.grad.pending.check_absent(index, one.name, f"{self.slots[index].fqn}, rank {self.line.rank}")
-
 
 _UNDIVIDED = Division(1.0, 1.0)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fairshard.errors import FairshardError, PartialGradientError, PendingGradientError
+from fairshard.errors import FairshardError
 
 
 class PendingGrads:
@@ -174,34 +174,6 @@ class PendingGrads:
             self._drop_sums(face)
             self.lost.add(face)
         self.changed.clear()
-
-    # ---- refusing
-
-    def check_absent(self, face: int, name: str, where: str) -> None:
-        """Raise if the gradient of a face, ``name``, is not there.
-
-        Raises:
-            PartialGradientError: an exception has left it incomplete.
-            PendingGradientError: it waits to be reduced.
-        """
-        if face in self.lost:
-            raise PartialGradientError(
-                f"The gradient of `{name}` ({where}) must be whole before it is used, but an exception ended a "
-                "backward after a part of it had been added, or after gradients that wait to be reduced had been "
-                "changed or sent. Call zero_grad() and repeat the backwards of this step."
-            )
-        if face not in self.covers:
-            return
-        if self.shard_sum is not None:
-            why = "it waits for its sum over replicas, because of set_requires_all_reduce(False)"
-            cure = "Run the last backward of a step after set_requires_all_reduce(True)"
-        else:
-            why = "its last backward ran under no_sync or set_requires_gradient_sync(False)"
-            cure = "Run the last backward of a step outside of no_sync, or after set_requires_gradient_sync(True)"
-        raise PendingGradientError(
-            f"Gradients must be reduced before they are used, but that of `{name}` ({where}) is pending: {why}. "
-            f"{cure}; or drop the gradients with zero_grad()."
-        )
 
 
 class _Cover:

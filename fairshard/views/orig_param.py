@@ -69,10 +69,6 @@ class OrigParam:
         """The original parameter's name."""
         return self.slots[0].fqn
 
-    def check_whole(self) -> None:
-        """See `FlatParam.check_whole`."""
-        self._whole.check_whole(self.index)
-
     @property
     def grad(self) -> Any:
         """The `OrigGrad` of this parameter; None before the first forward."""
