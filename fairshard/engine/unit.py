@@ -17,7 +17,7 @@ from fairshard.engine.training_state import TrainingState
 from fairshard.errors import ShardChangedError
 from fairshard.params.buffers import ComputeBuffers
 from fairshard.params.flat_param import FlatParam
-from fairshard.params.kept_part import KeptPart
+from fairshard.params.gathered import KeptPart
 from fairshard.params.registered import Registered
 from fairshard.params.rule import Rule
 from fairshard.utils.buckets import Bucketer

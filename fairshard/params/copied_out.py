@@ -61,9 +61,14 @@ class Beside:
 
 
 class CopiedOut(Gathered):
-    """A buffer, this rank's ``row`` of it, and the line to which parameters are copied."""
+    """A buffer, this rank's ``row`` of it, and the line to which parameters are copied.
 
-    def __init__(self, gather: Gather, buffer: Tensor, row: Tensor, beside: Beside) -> None:
+    ``together``: all that one gather fills, in order, to which this one is added; their buffers are columns of one.
+    """
+
+    def __init__(
+        self, gather: Gather, buffer: Tensor, row: Tensor, beside: Beside, together: list[CopiedOut] | None = None
+    ) -> None:
         super().__init__(gather, buffer, row, beside.params)
         self.kept_line, self._sources, self._targets = beside.line, beside.sources, beside.targets
         self._own_storage, self._line_nbytes = beside.line.untyped_storage(), beside.line.nbytes
@@ -74,13 +79,9 @@ class CopiedOut(Gathered):
         # Each parameter fills its columns: one kernel copies all.
         self._widths = [source.size(1) for source in beside.sources] if is_filled and has_shapes else None
         self._is_to_copy = False
-        self._together: Sequence[CopiedOut] = [self]  # all that one gather fills, in order
+        self._together: list[CopiedOut] = [] if together is None else together
+        self._together.append(self)
         free_storage_(self.kept_line)
-
-    def share(self, buffer: Tensor, together: Sequence[CopiedOut]) -> None:
-        """Share one gather into ``buffer`` with all of ``together``; `buffer` is a block of columns of it."""
-        self._together = together
-        self._storage, self._nbytes = buffer.untyped_storage(), buffer.nbytes
 
     def start(self, own: Tensor | None, tag: int) -> None:
         """Start gathering into the buffer. **Collective.**"""

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fairshard.errors import FairshardError
-from fairshard.params.gathered import Gather, Gathered
-from fairshard.params.kept_part import KeptPart
+from fairshard.params.gathered import Gather, Gathered, KeptPart
 from fairshard.params.pending import PendingGrads
 from fairshard.params.route import Route
 from fairshard.params.rule import GradHome, Rule
