@@ -53,8 +53,8 @@ class Registered:
             for module, name in slot.owners
         ]
         for flat_param in flat_params:
-            holder, key = flat_param.shows.holder, flat_param.shows.key
-            if holder is not None:
+            if flat_param.shows.place is not None:
+                holder, key = flat_param.shows.place
                 self._places.append((holder._parameters, {}, key, flat_param.shard, None, None))
 
     def swap(self, to_leaves: bool) -> None:

@@ -217,9 +217,9 @@ def _registered(flat_param: FlatParam, params: Sequence[nn.Parameter]) -> Iterat
 
 def _unregister(shows: ShownShard) -> Callable[[], None]:
     """Undo `ShownShard.register_on`, if it was called; the returned function registers again."""
-    holder, key = shows.holder, shows.key
-    if holder is None:
+    if shows.place is None:
         return lambda: None
+    holder, key = shows.place
     holder._parameters[key] = None  # keeps its position in the module
     return lambda: holder._parameters.update({key: shows.shard})
 
