@@ -346,7 +346,7 @@ class Unit:
             if 1 not in flat_param.reached:
                 continue
             if self.sync:
-                flat_param.note_sent()
+                flat_param.grad.note_sent()
                 bucketer.reduce(flat_param, yields)
             else:
                 flat_param.accumulate()

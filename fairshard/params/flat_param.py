@@ -51,7 +51,6 @@ class FlatParam:
         nodes: the graph nodes of the leaves; None for those not trained.
         reached: for each parameter 1 if the running backward gives it a gradient on any rank, or one is pending.
         contributed: parameters of which this rank has sent gradients in this backward.
-        num_sent: sums in flight.
         keeps_sums: sums wait for those over replicas.
     """
 
@@ -63,7 +62,6 @@ class FlatParam:
     device_shard: Tensor | None = None
     nodes: Sequence[Any] = ()
     reached = b""
-    num_sent = 0
     _is_updated = True
     _hooks: Any = ()
 
@@ -376,11 +374,6 @@ class FlatParam:
             return slot.local_grad(grad.to(self._sum_dtype))
         return grad.to_dense() if grad.is_sparse else grad
 
-    def note_sent(self) -> None:
-        """The gradients are sent to be reduced."""
-        self.num_sent += 1
-        self.grad.note_sent()
-
     def take_kept(self) -> Tensor | None:
         """The sum of earlier backwards over the ranks of the shard only; None from the second call on."""
         return None if self.pending is None else self.pending.take_shard_sum()
@@ -390,7 +383,6 @@ class FlatParam:
 
         A sum that is not summed over replicas yet is kept pending instead.
         """
-        self.num_sent -= 1
         if self.keeps_sums:
             with torch.no_grad():
                 pending = self.grad.pending_of(len(self.slots))
@@ -405,7 +397,7 @@ class FlatParam:
             for hook in tuple((_HOOKS(param) or {}).values()) if param.grad is not None else ():
                 hook(param)
         listener = self.grad.transfers.listener
-        if listener is not None and not self.num_sent:
+        if listener is not None:
             listener(self)
 
     @torch.no_grad()
@@ -443,7 +435,6 @@ class FlatParam:
 
     def drop_grads(self) -> None:
         """Drop what an interrupted backward has left on the leaves."""
-        self.num_sent = 0
         for slot in self.slots:
             slot.leaf.grad = None
 
