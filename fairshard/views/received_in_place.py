@@ -68,8 +68,7 @@ class ReceivedInPlace(CopiedOut):
         self._staging.resize_(self._staging_nbytes)
         if self._places:  # this rank may have no rows of any parameter
             torch._foreach_copy_(self._places, [own[span] for span in self._own_spans])
-        self.transfer = self._staged.start(tag)
-        self._is_to_copy = True
+        self.transfer = self._gathering = self._staged.start(tag)
 
     def free(self) -> None:
         """Wait for the running gather, if any, and free all memory."""
@@ -81,7 +80,7 @@ class ReceivedInPlace(CopiedOut):
             super()._copy_out()
             return
         assert self.transfer is not None
-        transfer, self.transfer, self._is_to_copy = self.transfer, None, False
+        transfer, self.transfer = self.transfer, None
         transfer.wait()
         if self._small.targets:
             torch._foreach_copy_(self._small.targets, self._small.sources)
