@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairshard.params.copied_out import Beside, CopiedOut, aligned_params, is_to_align
 from fairshard.params.gathered import Gather, Gathered
 from fairshard.utils.block import Block
 from fairshard.utils.buckets import Bucket
@@ -34,10 +33,10 @@ class FlatLine:
         self._lengths: list[list[int]] = []  # of the runs of each parameter, as last cut by `bucket_views`
         self._wide: list[dict[int, torch.Size]] = []  # the shapes of those that have several rows, by position
 
-    @staticmethod
-    def among(shapes: Sequence[torch.Size], rank: int, world_size: int) -> FlatLine:
+    @classmethod
+    def among(cls, shapes: Sequence[torch.Size], rank: int, world_size: int) -> FlatLine:
         """A line of ``shapes``, one after the other, cut into equal rows for ``world_size`` ranks."""
-        return FlatLine(shapes, rank, FlatLayout([shape.numel() for shape in shapes], world_size))
+        return cls(shapes, rank, FlatLayout([shape.numel() for shape in shapes], world_size))
 
     def flattened(self, index: int, value: Tensor) -> Tensor:
         """The elements of ``value``, the whole parameter ``index``, in the order in which they are cut."""
@@ -58,12 +57,8 @@ class FlatLine:
         return shard
 
     def gathered_in(self, buffer: Tensor, comm: Communicator) -> Gathered:
-        """Memory of the whole parameters, gathered into ``buffer`` ``[W, S]``, or copied out of it to be aligned."""
-        if not is_to_align(self.shapes, self.layout.offsets, buffer.dtype, buffer.device):
-            return self.in_place(buffer, comm)
-        line, params = aligned_params(self.shapes, buffer, comm.world_size)
-        beside = Beside(line, params, self.params_of(buffer), params)
-        return CopiedOut(self.gather_of(buffer, comm), buffer, self.row_of(buffer), beside)
+        """Memory of the whole parameters, gathered into ``buffer`` ``[W, S]``: here they compute in it."""
+        return self.in_place(buffer, comm)
 
     def in_place(self, buffer: Tensor, comm: Communicator) -> Gathered:
         """Memory of the whole parameters: ``buffer`` ``[W, S]``; the leaves point to it."""

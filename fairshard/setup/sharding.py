@@ -14,7 +14,6 @@ from fairshard.engine.tree import unit_of, units_below, walk
 from fairshard.params.dtensor_slot import DTensorSlot, new_slot
 from fairshard.params.extended_slot import ExtendedSlot
 from fairshard.params.flat_param import FlatParam
-from fairshard.params.line import FlatLine
 from fairshard.params.placeholder import ShardedParameter
 from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot, slot_of
@@ -30,6 +29,7 @@ from fairshard.setup.shared_params import SharedParams, refusal
 from fairshard.utils.names import join
 from fairshard.utils.storage import set_data
 from fairshard.utils.subclasses import POST, PRE, check_extended, is_extended, is_wrapper, refuse_wrapper
+from fairshard.views.aligned import AlignedLine
 from fairshard.views.extended_param import ExtendedParam
 from fairshard.views.shown_dtensors import ShownDTensors
 from fairshard.views.shown_extended import ShownExtended
@@ -78,7 +78,7 @@ def shard_parameters(
         group = placed.slots
         name = f"flat_param_{len(flat_params)}" if config.flatten_parameters else group[0].fqn
         shapes = [slot.shape for slot in group]
-        line = FlatLine.among(shapes, rank, world_size)
+        line = AlignedLine.among(shapes, rank, world_size)
         line = line if placed.layout is None else ragged_line(shapes, rank, placed.layout)
         kind = _kind_of(config, world_size)
         flat_param = FlatParam(kind(group, line, config.master_on_cpu), name)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fairshard.params.copied_out import Beside, CopiedOut
 from fairshard.params.gathered import Gather
 from fairshard.utils.collectives import Communicator, RowGather
+from fairshard.views.copied_out import Beside, CopiedOut
 from fairshard.views.extension import Extension
 
 

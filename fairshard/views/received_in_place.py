@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fairshard.params.copied_out import Beside, CopiedOut
 from fairshard.params.gathered import Gather
 from fairshard.utils.part_gather import MAX_PARTS, PartGather
 from fairshard.utils.rows_layout import RowsLayout
 from fairshard.utils.storage import free_storage_
+from fairshard.views.copied_out import Beside, CopiedOut
 
 _MIN_NBYTES = 1 << 17
 """Least bytes that a rank sends of a parameter that is received in place (docs/notes/in-place.md)."""

@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fairshard.params.copied_out import Beside, CopiedOut, aligned_params, is_to_align
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.gathered import Gather, Gathered
 from fairshard.params.line import FlatLine
@@ -21,6 +20,7 @@ from fairshard.utils.part_gather import PartGather
 from fairshard.utils.rows_layout import RowsLayout
 from fairshard.utils.span import Span
 from fairshard.utils.storage import free_storage_
+from fairshard.views.copied_out import Beside, CopiedOut, aligned_params, is_to_align
 from fairshard.views.cut import Cut
 from fairshard.views.extended_gathered import ExtendedGathered
 from fairshard.views.joint_gather import DeferredGather, JointGather
