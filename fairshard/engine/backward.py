@@ -210,7 +210,7 @@ class Backward:
         self._walk(len(self._plan.schedule.steps))
         for unit in self.units:
             for flat_param in unit.flat_params:
-                if not flat_param.has_elements:
+                if not flat_param.line.numel:
                     flat_param.drop_grads()
                 elif 1 not in flat_param.reached and flat_param.has_leaf_grads:
                     raise unexpected_error(flat_param.name)

@@ -245,7 +245,7 @@ class Proposal:
         start = 0
         for unit in self.units:
             for flat_param in unit.flat_params:
-                if unit in units and flat_param.has_elements:
+                if unit in units and flat_param.line.numel:
                     for index, node in enumerate(flat_param.nodes):
                         self.answers.leaves[start + index] |= node is not None
                 start += len(flat_param.slots)

@@ -128,7 +128,7 @@ class Unit:
     @property
     def has_shards(self) -> bool:
         """Whether any of its parameters has an element."""
-        return any(flat_param.has_elements for flat_param in self.flat_params)
+        return any(flat_param.line.numel for flat_param in self.flat_params)
 
     @property
     def is_outermost(self) -> bool:

@@ -68,7 +68,6 @@ class FlatParam:
     def __init__(self, shows: ShownShard, name: str, route: Route | None = None) -> None:
         self.shows, self.slots, self.line = shows, shows.slots, shows.line
         self.shard_numel = self.line.shard_numel  # of this rank
-        self.has_elements = self.line.numel > 0
         self.name = name
         self.route = route or Route()
         self.trained = shows.wanted()
@@ -79,7 +78,7 @@ class FlatParam:
                 "A model with a communication hook must not be pickled or copied, because the copy would lose it, but "
                 f"`{self.name}` has one. Save its state_dict(), or register the hook on the copy instead."
             )
-        kept = ("shows", "slots", "line", "shard_numel", "has_elements", "name", "route", "trained")
+        kept = ("shows", "slots", "line", "shard_numel", "name", "route", "trained")
         return {name: getattr(self, name) for name in kept}
 
     # ---- registered parameters
@@ -254,7 +253,7 @@ class FlatParam:
             if self.gathered.buffer.data_ptr() != self.shard.data_ptr():  # the user assigned `shard.data`
                 self.gathered = self.line.in_place(self.shard.data.view(1, -1), self.comm)
                 self._show_leaves()
-        elif self.has_elements:
+        elif self.line.numel:
             tag = exchange_tag("all_gather", self.tag_id, next(self._uses))
             if part is None:
                 self.gathered.start(self._newest(), tag)
@@ -304,7 +303,7 @@ class FlatParam:
 
     def reach(self) -> bytearray:
         """For each parameter, 1 if the running backward gives it a gradient on this rank, or one is pending."""
-        if not self.has_elements:
+        if not self.line.numel:
             return bytearray(len(self.slots))
         pending = self.pending
         if pending is None and 0 not in self.trained:
