@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fairshard.errors import FairshardError
-from fairshard.params.gathered import Gather, Gathered, KeptPart
+from fairshard.params.gathered import Gathered, KeptPart
 from fairshard.params.pending import PendingGrads
 from fairshard.params.route import Route
 from fairshard.params.rule import GradHome, Rule
@@ -48,6 +48,7 @@ class FlatParam:
         route: the user's settings for the communication.
         trained: for each parameter 1 if it needs a gradient, as last followed.
         gathered: the memory of the whole parameters; `materialize` sets it, the dtypes and the device.
+        tag_id, uses: identify each gather; see `exchange_tag`.
         nodes: the graph nodes of the leaves; None for those not trained.
         reached: for each parameter 1 if the running backward gives it a gradient on any rank, or one is pending.
         contributed: parameters of which this rank has sent gradients in this backward.
@@ -141,7 +142,7 @@ class FlatParam:
         self.bucket_numel, self.bucket_views = self.layout.padded_numel, self.line.bucket_views
         self._given = comms
         comm = self.comm = comms.shard
-        self.tag_id, self._uses = comm.new_id(), count(1)
+        self.tag_id, self.uses = comm.new_id(), count(1)
         self.reduce_id = self.tag_id if comms.reduce is comm else comms.reduce.new_id()
         self.replica_id = 0 if comms.replicas is None else comms.replicas.new_id()
         self._mean = Division(rule.divide_before, comms.num_ranks / rule.divide_before)
@@ -254,7 +255,7 @@ class FlatParam:
                 self.gathered = self.line.in_place(self.shard.data.view(1, -1), self.comm)
                 self._show_leaves()
         elif self.line.numel:
-            tag = exchange_tag("all_gather", self.tag_id, next(self._uses))
+            tag = exchange_tag("all_gather", self.tag_id, next(self.uses))
             if part is None:
                 self.gathered.start(self._newest(), tag)
             else:
@@ -287,12 +288,6 @@ class FlatParam:
             slot.clear()
         if not self.computes_on_shard:
             self.gathered.free()
-
-    def gather_rows(self, rows: Tensor, gather: Gather) -> Tensor:
-        """Fill ``rows``, in which this rank's row is already written, by ``gather``. **Collective.**"""
-        if rows.numel():
-            gather.start(exchange_tag("all_gather", self.tag_id, next(self._uses))).wait()
-        return rows
 
     # ---- gradients
 
