@@ -136,7 +136,6 @@ class FlatParam:
         a leaf's gradient. It must not refer to this object: the garbage collector does not see the references from
         leaves to their hooks.
         """
-        self.adopt_assigned()
         self.follow_requires_grad()
         self.layout, self.bucket_kind = self.line.layout, self.line.bucket_kind  # for `GradSource`
         self.bucket_numel, self.bucket_views = self.layout.padded_numel, self.line.bucket_views
