@@ -10,7 +10,7 @@ A *face* is a parameter that users see: the shard, or the view or DTensor of eac
 a placeholder meanwhile, all elements of which are one -0.0. The placeholder itself shows what the user has done to it:
 
 - ``grad = None``, or another tensor instead: the face no longer has it.
-- ``zero_()``: its version moves. For DTensors torch does not count ``torch._foreach_zero_``: -0.0 has become 0.0.
+- ``zero_()``: its version moves, if torch counts the write (see `ShardGrad.zeroed_uncounted`); -0.0 has become 0.0.
 - Scaling, clipping or copying into it raises in torch, because its elements share memory. That does not hold for one
   element, but this one is not 0.0 then.
 """
@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fairshard.errors import FairshardError
 
@@ -118,8 +117,7 @@ class PendingGrads:
         """
         seen = self.faces.shown
         dropped = {face for face in self.covers if self._is_dropped(face, seen[face], names[face])}
-        if any(isinstance(cover.placeholder, DTensor) for cover in self.covers.values()):
-            dropped |= self._zeroed_uncounted(dropped)
+        dropped |= self.faces.zeroed_uncounted({face: self.covers[face].placeholder for face in self.covers}, dropped)
         for face in dropped:
             self._drop(face, seen[face])
 
@@ -140,15 +138,6 @@ class PendingGrads:
             "(clip or unscale them) after a backward that reduces (outside of no_sync, or after "
             "`set_requires_gradient_sync(True)`), or drop all of them with zero_grad()."
         )
-
-    def _zeroed_uncounted(self, counted: set[int]) -> set[int]:
-        """The faces that a write has zeroed that torch did not count; all, if none with elements is left."""
-        found = [(face, self.faces.own_of(face, cover.placeholder)) for face, cover in sorted(self.covers.items())]
-        heads = {face: own.reshape(-1)[:1] for face, own in found if own.numel()}
-        left = [face for face in heads if face not in counted]
-        signs = torch.cat([heads[face] for face in left]).signbit().tolist() if left else []
-        zeroed = {face for face, is_untouched in zip(left, signs, strict=True) if not is_untouched}
-        return set(self.covers) if heads and len(zeroed) == len(left) else zeroed
 
     def _drop(self, face: int, grad: Tensor | None) -> None:
         self._drop_sums(face)
@@ -202,13 +191,13 @@ class Landed:
     def remaining(self, faces: Any) -> list[int]:
         """The faces that still have sums of this backward: the user has neither dropped nor zeroed them since.
 
-        A DTensor of zeros counts as zeroed: torch does not count all writes to it.
+        Zeros count as zeroed where torch does not count all writes.
         """
         found = []
         for face, grad in enumerate(faces.shown):
             if grad is not None:
                 is_same = id(grad) == self._ids[face] and grad._version == self._versions[face]
                 own = faces.own_of(face, grad)
-                if own.any() or (is_same and not (own.numel() and isinstance(grad, DTensor))):
+                if own.any() or (is_same and (faces.counts_writes or not own.numel())):
                     found.append(face)
         return found

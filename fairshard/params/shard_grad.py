@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +95,7 @@ class ShardGrad:
 
     pending: PendingGrads | None = None
     landed: Landed | None = None
+    counts_writes = True  # torch counts every write to what is shown
 
     def __init__(
         self,
@@ -140,6 +141,10 @@ class ShardGrad:
     def parts_of(self, whole: Tensor) -> Sequence[Tensor]:
         """The part of ``whole`` ``[S]`` for each face."""
         return (whole,)
+
+    def zeroed_uncounted(self, placeholders: Mapping[int, Tensor], counted: set[int]) -> set[int]:
+        """The faces of ``placeholders`` that a write has zeroed that torch did not count, besides those ``counted``."""
+        return set()
 
     # ---- the reduced gradient
 
