@@ -30,8 +30,6 @@ class FlatLine:
         self.layout = layout
         self.shard_numel = layout.shard_numel
         self.numel = layout.numel  # where the last parameter ends
-        self._lengths: list[list[int]] = []  # of the runs of each parameter, as last cut by `bucket_views`
-        self._wide: list[dict[int, torch.Size]] = []  # the shapes of those that have several rows, by position
 
     @classmethod
     def among(cls, shapes: Sequence[torch.Size], rank: int, world_size: int) -> FlatLine:
@@ -102,6 +100,7 @@ class FlatLine:
         for runs, shape in zip(views, self.shapes, strict=True):
             if len(runs) == 1 and runs[0].is_contiguous():
                 runs[:] = [runs[0].view(shape)]
+        # For `cut_as`: the lengths of the runs of each parameter, and the shapes of those that have several rows.
         self._lengths = [[run.numel() for run in runs] for runs in views]
         self._wide = [{i: run.shape for i, run in enumerate(runs) if run.dim() > 1} for runs in views]
         return [*views, [block.of(columns) for block in self.layout.empty_blocks]]

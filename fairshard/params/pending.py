@@ -81,7 +81,7 @@ class PendingGrads:
         faces = {face for face, own in zip(self._face_of, reached, strict=True) if own}
         for face in sorted(faces):
             self._cover(face)
-        self.changed |= faces
+        self.changed.update(faces)
 
     def kept(self, sends_shard_sum: bool) -> bytes:
         """For each leaf, 1 if a backward must send something of it."""
@@ -96,7 +96,7 @@ class PendingGrads:
 
     def note_sent(self) -> None:
         """The running backward sends the sums; faces keep their placeholders until `finish`."""
-        self.changed |= self.covers.keys()
+        self.changed.update(self.covers)
 
     def finish(self) -> None:
         """What was sent has arrived: the faces show what they had before, and it is added to that next."""

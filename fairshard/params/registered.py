@@ -46,7 +46,6 @@ class Registered:
         self._addressed = [tensor for flat_param in flat_params for tensor in flat_param.shows.addressed]
         self._slots = [slot for flat_param in flat_params for slot in flat_param.slots]
         self._are_plain = all(type(slot) is ParamSlot for slot in self._slots)
-        self._noted: list[int] = []
         self._places: list[_Place] = [
             (module._parameters, module.__dict__, name, slot.registered, slot.leaf, slot.placeholder)
             for slot in self._slots

@@ -33,6 +33,8 @@ class ParamSlot:
 
     has_mesh = False
     """Whether the parameter is cut over ranks of a mesh of its own while it is gathered."""
+    registered: nn.Parameter | None = None
+    placeholder: ShardedParameter | None = None
 
     def __init__(self, leaf: nn.Parameter, fqn: str) -> None:
         self.leaf = leaf
@@ -40,8 +42,6 @@ class ParamSlot:
         self.shape = leaf.shape
         self.numel = leaf.numel()
         self.owners: list[tuple[nn.Module, str]] = []  # several for tied weights: modules, and the name in each
-        self.placeholder: ShardedParameter | None = ShardedParameter(fqn, leaf.shape)
-        self.registered: nn.Parameter | None = None
         self.shown: Tensor | None = None  # what the leaf showed last, and ...
         self._empty: Tensor | None = None  # ... what it shows while sharded, of the same dtype and device
 
@@ -74,8 +74,8 @@ class ParamSlot:
         for module, name in self.owners:
             module._parameters[name] = shard  # None keeps the name's place in the module's order
         _slots[self.leaf] = weakref.ref(self)
-        if shard is not None:
-            self.placeholder = None
+        if shard is None:
+            self.placeholder = ShardedParameter(self.fqn, self.leaf.shape)
         self.leaf.grad = None
         self.detach()
 
