@@ -37,7 +37,7 @@ CAUGHT = {
     "optim.sharded_grad_scaler:ShardedGradScaler._unscale_grads_:wait": "scaler",
     "extras.muon.matrix_exchange:MatrixExchange._received:wait": "muon-rows",
     "extras.muon.matrix_exchange:MatrixExchange._most_of:wait": "muon-rows",
-    "params.flat_param:FlatParam.gather_rows:wait": "state",
+    "views.orig_param:gather_rows:wait": "state",
     "params.flat_param:FlatParam.wait_unshard:wait": "wrapper-bf16-device",
     "params.gathered:Gathered.free:wait": "raises-in-forward",
     "params.gathered:Gathered.wait:wait": "wrapper-bf16-device",
