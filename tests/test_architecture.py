@@ -24,8 +24,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The most that one must know to know a module: the figures of all files that it reaches, which
 # `python -m tests.kit.gauge MODULE` prints. A limit may only fall: lower it in the commit that makes the code smaller.
 LIMITS = {
-    "fairshard.engine.root": Figures(statements=3574, branches=1196, shared=46, flags=41),
-    "fairshard.nn.data_parallel.running": Figures(statements=5254, branches=1836, shared=66, flags=53, patches=1),
+    "fairshard.engine.root": Figures(statements=3574, branches=1195, shared=46, flags=41),
+    "fairshard.nn.data_parallel.running": Figures(statements=5254, branches=1835, shared=66, flags=53, patches=1),
 }
 
 UTILS = "fairshard.utils"

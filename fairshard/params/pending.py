@@ -175,15 +175,11 @@ class _Cover:
 
 
 class Landed:
-    """The gradients to which a backward has added sums, as they were then; refers to none of them.
+    """The gradients to which a backward has added sums, as they were then; refers to none of them."""
 
-    ``created``: for each face 1 if it had no gradient before.
-    """
+    __slots__ = ("_ids", "_versions")
 
-    __slots__ = ("_ids", "_versions", "created")
-
-    def __init__(self, grads: Sequence[Tensor | None], created: Sequence[int] = b"") -> None:
-        self.created = created
+    def __init__(self, grads: Sequence[Tensor | None]) -> None:
         self._ids = [*map(id, grads)]
         self._versions = [-1 if grad is None else grad._version for grad in grads]
 

@@ -90,11 +90,13 @@ class ShardGrad:
 
     Attributes:
         pending: what no backward has reduced yet, or an exception has left incomplete; None: nothing.
-        landed: to what the last backward has added, or has sent sums that will be added; None: to nothing.
+        landed: to what the running backward has added, or has sent sums that will be added; None: to nothing.
+        created: for each face 1 if it had no gradient before the last one was added.
     """
 
     pending: PendingGrads | None = None
     landed: Landed | None = None
+    created: Sequence[int] = b""
     counts_writes = True  # torch counts every write to what is shown
 
     def __init__(
@@ -196,7 +198,7 @@ class ShardGrad:
 
     def retract(self, reached: bytearray) -> None:
         """Drop the gradient if the last backward created it but has not ``reached`` any of its parameters."""
-        if self.landed is not None and 1 in self.landed.created and 1 not in reached:
+        if 1 in self.created and 1 not in reached:
             self._set(None)
 
     def land(self, counts: bool = True) -> None:
@@ -288,8 +290,8 @@ class ShardGrad:
             self.pending.finish()
             lost = self.pending.lost
             self._drop_if_empty()
-        created = self._set_or_add(grad, reached, lost)
-        self.landed = Landed(self.shown, created)
+        self.created = self._set_or_add(grad, reached, lost)
+        self.landed = Landed(self.shown)
 
     def _set_or_add(self, grad: Tensor, reached: bytes, lost: Collection[int]) -> Sequence[int]:
         """Set or add ``grad``; returns for each face 1 if it had no gradient before."""

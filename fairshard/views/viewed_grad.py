@@ -132,8 +132,7 @@ class ViewedGrad(ShardGrad):
 
     def retract(self, reached: bytearray) -> None:
         """Drop gradients that the last backward created for parameters that it has not ``reached``."""
-        created = () if self.landed is None else self.landed.created
-        for index, (own, is_new) in enumerate(zip(reached, created, strict=False)):
+        for index, (own, is_new) in enumerate(zip(reached, self.created, strict=False)):
             if is_new and not own:
                 self.show(index, None)
 
