@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fairshard.checks.block_state import check_blocks
 from fairshard.checks.order_check import OrderCheck
 from fairshard.checks.shards import add_copies, add_copy, add_shards, num_added, originals, shard_of
+from fairshard.checks.whole_grads import check_whole
 from fairshard.engine.root import Root
 from fairshard.engine.tree import every_root
 from fairshard.engine.unit import Unit
@@ -223,7 +224,7 @@ def check_gradients(optimizer: Optimizer) -> None:
         for param in group["params"]:
             stepped = shard_of(param)[0]
             if stepped is not None and stepped.pending is not None:
-                stepped.check_whole()
+                check_whole(stepped)
 
 
 def _shards_of(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:

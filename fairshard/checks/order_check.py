@@ -102,7 +102,7 @@ class OrderCheck(Observer):
         self._shared = {
             number
             for unit, number in self._numbers.items()
-            if _num_ranks(unit) > 1 and any(flat_param.has_elements for flat_param in unit.flat_params)
+            if _num_ranks(unit) > 1 and any(flat_param.line.numel for flat_param in unit.flat_params)
         }
         self._comms = [comm for comm in comms if comm.peers]
         self._gathers = dict.fromkeys(self._comms, 0)  # a hash of the gathers that each group has seen

@@ -212,10 +212,12 @@ class Backward:
         self._walk(len(self._plan.schedule.steps))
         for unit in self.units:
             for flat_param in unit.flat_params:
-                if not flat_param.has_elements:
+                if not flat_param.line.numel:
                     flat_param.drop_grads()
-                elif (unit.sync or not flat_param.is_owed) and flat_param.has_leaf_grads:
-                    raise late_error(unit.fqn) if flat_param.is_owed else unexpected_error(flat_param.name)
+                elif 1 not in flat_param.reached and flat_param.has_leaf_grads:
+                    raise unexpected_error(flat_param.name)
+                elif unit.sync and flat_param.has_leaf_grads:
+                    raise late_error(unit.fqn)
         return self._plan.agree_on_leaves() if self._plan.agreed.flags & ASSUMED else None
 
     def retract(self, leaves: bytearray) -> None:
@@ -224,7 +226,7 @@ class Backward:
         for unit in self.units:
             for flat_param in unit.flat_params:
                 stop = start + len(flat_param.slots)
-                if flat_param.is_owed and unit.sync:
+                if 1 in flat_param.reached and unit.sync:
                     flat_param.grad.retract(leaves[start:stop])
                 start = stop
 

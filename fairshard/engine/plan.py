@@ -243,7 +243,7 @@ class Proposal:
         start = 0
         for unit in self.units:
             for flat_param in unit.flat_params:
-                if unit in units and flat_param.has_elements:
+                if unit in units and flat_param.line.numel:
                     for index, node in enumerate(flat_param.nodes):
                         self.answers.leaves[start + index] |= node is not None
                 start += len(flat_param.slots)
@@ -352,7 +352,7 @@ class Plan:
             for unit in map(self.units.__getitem__, self.schedule.sends)
             if unit.sync and unit.root is root
             for flat_param in unit.flat_params
-            if flat_param.is_owed and flat_param.hook is None and flat_param.comms.num_ranks > 1
+            if 1 in flat_param.reached and flat_param.hook is None and flat_param.comms.num_ranks > 1
         ]
 
 

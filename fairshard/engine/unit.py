@@ -17,7 +17,7 @@ from fairshard.engine.training_state import TrainingState
 from fairshard.errors import ShardChangedError
 from fairshard.params.buffers import ComputeBuffers
 from fairshard.params.flat_param import FlatParam
-from fairshard.params.kept_part import KeptPart
+from fairshard.params.gathered import KeptPart
 from fairshard.params.registered import Registered
 from fairshard.params.rule import Rule
 from fairshard.utils.buckets import Bucketer
@@ -128,7 +128,7 @@ class Unit:
     @property
     def has_shards(self) -> bool:
         """Whether any of its parameters has an element."""
-        return any(flat_param.has_elements for flat_param in self.flat_params)
+        return any(flat_param.line.numel for flat_param in self.flat_params)
 
     @property
     def is_outermost(self) -> bool:
@@ -343,10 +343,10 @@ class Unit:
     def send_grads(self, bucketer: Bucketer, yields: bool = False) -> None:
         """Hand the gradients to the reduction, or keep them whole under ``no_sync``; ``yields``: a gather follows."""
         for flat_param in self.flat_params:
-            if not flat_param.is_owed:
+            if 1 not in flat_param.reached:
                 continue
             if self.sync:
-                flat_param.note_sent()
+                flat_param.grad.note_sent()
                 bucketer.reduce(flat_param, yields)
             else:
                 flat_param.accumulate()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fairshard.checks.nan_check import NanCheck
+from fairshard.checks.whole_grads import check_whole
 from fairshard.engine.unit import Unit
 from fairshard.errors import MixedGroupsError
 from fairshard.params.dtensor_slot import DTensorSlot
@@ -31,7 +32,7 @@ def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Ten
 
     Raises:
         MixedGroupsError: the units use several process groups.
-        PendingGradientError: a gradient waits to be reduced; see `FlatParam.check_whole`.
+        PendingGradientError: a gradient waits to be reduced; see `check_whole`.
         ValueError: ``norm_type`` is not positive, or a parameter is a DTensor on a larger mesh than its unit's.
     """
     if not norm_type > 0:
@@ -39,7 +40,7 @@ def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Ten
     _check_groups(units)
     _check_plain(units)
     for flat_param in (flat_param for unit in units for flat_param in unit.flat_params):
-        flat_param.check_whole()
+        check_whole(flat_param)
     grads: list[Tensor] = []
     filled: dict[Communicator, list[Tensor]] = {}
     for unit in units:

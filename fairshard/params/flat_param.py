@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fairshard.errors import FairshardError
-from fairshard.params.gathered import Gather, Gathered
-from fairshard.params.kept_part import KeptPart
+from fairshard.params.gathered import Gathered, KeptPart
 from fairshard.params.pending import PendingGrads
 from fairshard.params.route import Route
 from fairshard.params.rule import GradHome, Rule
@@ -49,10 +48,10 @@ class FlatParam:
         route: the user's settings for the communication.
         trained: for each parameter 1 if it needs a gradient, as last followed.
         gathered: the memory of the whole parameters; `materialize` sets it, the dtypes and the device.
+        tag_id, uses: identify each gather; see `exchange_tag`.
         nodes: the graph nodes of the leaves; None for those not trained.
-        is_owed: some rank has a gradient of ``reached`` parameters (None: of all), from its backward or pending.
+        reached: for each parameter 1 if the running backward gives it a gradient on any rank, or one is pending.
         contributed: parameters of which this rank has sent gradients in this backward.
-        num_sent: sums in flight.
         keeps_sums: sums wait for those over replicas.
     """
 
@@ -63,16 +62,13 @@ class FlatParam:
     grad: Any = None
     device_shard: Tensor | None = None
     nodes: Sequence[Any] = ()
-    is_owed = False
-    reached: bytes | None = None
-    num_sent = 0
+    reached = b""
     _is_updated = True
     _hooks: Any = ()
 
     def __init__(self, shows: ShownShard, name: str, route: Route | None = None) -> None:
         self.shows, self.slots, self.line = shows, shows.slots, shows.line
         self.shard_numel = self.line.shard_numel  # of this rank
-        self.has_elements = self.line.numel > 0
         self.name = name
         self.route = route or Route()
         self.trained = shows.wanted()
@@ -83,7 +79,7 @@ class FlatParam:
                 "A model with a communication hook must not be pickled or copied, because the copy would lose it, but "
                 f"`{self.name}` has one. Save its state_dict(), or register the hook on the copy instead."
             )
-        kept = ("shows", "slots", "line", "shard_numel", "has_elements", "name", "route", "trained")
+        kept = ("shows", "slots", "line", "shard_numel", "name", "route", "trained")
         return {name: getattr(self, name) for name in kept}
 
     # ---- registered parameters
@@ -140,13 +136,12 @@ class FlatParam:
         a leaf's gradient. It must not refer to this object: the garbage collector does not see the references from
         leaves to their hooks.
         """
-        self.adopt_assigned()
         self.follow_requires_grad()
         self.layout, self.bucket_kind = self.line.layout, self.line.bucket_kind  # for `GradSource`
         self.bucket_numel, self.bucket_views = self.layout.padded_numel, self.line.bucket_views
         self._given = comms
         comm = self.comm = comms.shard
-        self.tag_id, self._uses = comm.new_id(), count(1)
+        self.tag_id, self.uses = comm.new_id(), count(1)
         self.reduce_id = self.tag_id if comms.reduce is comm else comms.reduce.new_id()
         self.replica_id = 0 if comms.replicas is None else comms.replicas.new_id()
         self._mean = Division(rule.divide_before, comms.num_ranks / rule.divide_before)
@@ -258,8 +253,8 @@ class FlatParam:
             if self.gathered.buffer.data_ptr() != self.shard.data_ptr():  # the user assigned `shard.data`
                 self.gathered = self.line.in_place(self.shard.data.view(1, -1), self.comm)
                 self._show_leaves()
-        elif self.has_elements:
-            tag = exchange_tag("all_gather", self.tag_id, next(self._uses))
+        elif self.line.numel:
+            tag = exchange_tag("all_gather", self.tag_id, next(self.uses))
             if part is None:
                 self.gathered.start(self._newest(), tag)
             else:
@@ -293,12 +288,6 @@ class FlatParam:
         if not self.computes_on_shard:
             self.gathered.free()
 
-    def gather_rows(self, rows: Tensor, gather: Gather) -> Tensor:
-        """Fill ``rows``, in which this rank's row is already written, by ``gather``. **Collective.**"""
-        if rows.numel():
-            gather.start(exchange_tag("all_gather", self.tag_id, next(self._uses))).wait()
-        return rows
-
     # ---- gradients
 
     @property
@@ -308,7 +297,7 @@ class FlatParam:
 
     def reach(self) -> bytearray:
         """For each parameter, 1 if the running backward gives it a gradient on this rank, or one is pending."""
-        if not self.has_elements:
+        if not self.line.numel:
             return bytearray(len(self.slots))
         pending = self.pending
         if pending is None and 0 not in self.trained:
@@ -323,8 +312,7 @@ class FlatParam:
 
         Gradients that no rank has stay None.
         """
-        self.is_owed = 1 in which
-        self.reached = bytes(which) if 0 in which else None
+        self.reached = bytes(which)
         self.contributed = bytearray(len(self.slots))
 
     def write_grads(self, views: list[list[Tensor]]) -> None:
@@ -352,7 +340,7 @@ class FlatParam:
             if is_dtensor or grad.is_sparse:
                 grad = slot.local_grad(grad)
             self.contributed[index] = 1
-            if self.reached is not None and not self.reached[index]:
+            if not self.reached[index]:
                 raise unexpected_error(slot.fqn)
             targets += runs
             if runs and runs[0].shape == grad.shape:  # one run: the first of several has fewer elements
@@ -379,11 +367,6 @@ class FlatParam:
             return slot.local_grad(grad.to(self._sum_dtype))
         return grad.to_dense() if grad.is_sparse else grad
 
-    def note_sent(self) -> None:
-        """The gradients are sent to be reduced."""
-        self.num_sent += 1
-        self.grad.note_sent()
-
     def take_kept(self) -> Tensor | None:
         """The sum of earlier backwards over the ranks of the shard only; None from the second call on."""
         return None if self.pending is None else self.pending.take_shard_sum()
@@ -393,13 +376,11 @@ class FlatParam:
 
         A sum that is not summed over replicas yet is kept pending instead.
         """
-        self.num_sent -= 1
         if self.keeps_sums:
-            reached = self.reached or b"\1" * len(self.slots)
             with torch.no_grad():
                 pending = self.grad.pending_of(len(self.slots))
-                pending.add_shard_sum(reduced, reached)
-                pending.show(reached)
+                pending.add_shard_sum(reduced, self.reached)
+                pending.show(self.reached)
             return
         if self.route.hook is not None:
             self.route.change(reduced)
@@ -409,7 +390,7 @@ class FlatParam:
             for hook in tuple((_HOOKS(param) or {}).values()) if param.grad is not None else ():
                 hook(param)
         listener = self.grad.transfers.listener
-        if listener is not None and not self.num_sent:
+        if listener is not None:
             listener(self)
 
     @torch.no_grad()
@@ -423,7 +404,7 @@ class FlatParam:
             grad, slot.leaf.grad = slot.leaf.grad, None
             if grad is not None:
                 pending.add(index, self._as_kept(slot, grad))
-        pending.show(self.reached or b"\1" * len(self.slots))
+        pending.show(self.reached)
 
     @property
     def has_leaf_grads(self) -> bool:
@@ -447,7 +428,6 @@ class FlatParam:
 
     def drop_grads(self) -> None:
         """Drop what an interrupted backward has left on the leaves."""
-        self.num_sent = 0
         for slot in self.slots:
             slot.leaf.grad = None
 
@@ -455,18 +435,6 @@ class FlatParam:
         """A backward has raised: its gradients, and those to which it has added some, must not be used."""
         self.drop_grads()
         self.grad.abandon(len(self.slots))
-
-    def check_whole(self, face: int | None = None) -> None:
-        """Raise if the gradient of one face, or of any, is pending or incomplete, unless it was zeroed since.
-
-        Raises:
-            PartialGradientError: an exception has left it incomplete.
-            PendingGradientError: it waits to be reduced.
-        """
-        self.drop_zeroed()
-        for index, one in enumerate(self.stepped if self.pending is not None else ()):
-            if face in (None, index):
-                self.grad.pending.check_absent(index, one.name, f"{self.slots[index].fqn}, rank {self.line.rank}")
 
 
 _UNDIVIDED = Division(1.0, 1.0)

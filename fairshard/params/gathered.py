@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fairshard.params.kept_part import KeptPart
-from fairshard.utils.collectives import UserGather
+from fairshard.utils.collectives import Communicator, RowGather, UserGather
 from fairshard.utils.storage import alloc_storage_
 from fairshard.utils.streams import Event, Stream
 from fairshard.utils.transfers import Transfer
@@ -52,6 +51,37 @@ class CopyOuts:
             self.free()
 
 
+class KeptPart:
+    """This rank's share of ``buffer`` ``[W, S]`` among the ranks of ``comm``, whose number divides ``W``.
+
+    Kept from forward to backward so that only a few ranks gather the line again. Ranks ``k * part .. k * part + k - 1``
+    together keep the whole line, each ``W * S / k`` elements of it::
+
+        W = 4, k = 2     | row 0 | row 1 | row 2 | row 3 |      the buffer
+        ranks 0 and 2    | kept ---------|                      after forward
+        ranks 1 and 3                    | kept ---------|
+
+    Source: ZeRO++ (Wang et al. 2023), secondary partition.
+
+    ``kept``: the share; None while the weights may change.
+    """
+
+    def __init__(self, buffer: Tensor, comm: Communicator) -> None:
+        self._rows = buffer.view(comm.world_size, buffer.numel() // comm.world_size)
+        self._comm = comm
+        self.kept: Tensor | None = None
+
+    def keep(self, keeps: bool) -> None:
+        """If ``keeps``, copy this rank's share out of the buffer before the buffer is freed; otherwise drop it."""
+        self.kept = self._rows[self._comm.rank].clone() if keeps else None
+
+    def write(self) -> RowGather:
+        """Write the share into the buffer, which has memory again; returns the gather of the other shares."""
+        assert self.kept is not None
+        self._rows[self._comm.rank].copy_(self.kept)
+        return RowGather(self._comm, self._rows)
+
+
 class Gather(Protocol):
     """An all-gather into one buffer, in which this rank's row is already written."""
 
@@ -86,7 +116,7 @@ class Gathered:
         self._gather = gather
         self._row = row
         self._storage = buffer.untyped_storage()
-        self._nbytes = buffer.nbytes
+        self._nbytes = self._storage.nbytes()
         self.kept_line, self.line_id = buffer, self._storage._cdata
 
     def start(self, own: Tensor | None, tag: int) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairshard.params.copied_out import Beside, CopiedOut, aligned_params, is_to_align
 from fairshard.params.gathered import Gather, Gathered
 from fairshard.utils.block import Block
 from fairshard.utils.buckets import Bucket
@@ -31,13 +30,11 @@ class FlatLine:
         self.layout = layout
         self.shard_numel = layout.shard_numel
         self.numel = layout.numel  # where the last parameter ends
-        self._lengths: list[list[int]] = []  # of the runs of each parameter, as last cut by `bucket_views`
-        self._wide: list[dict[int, torch.Size]] = []  # the shapes of those that have several rows, by position
 
-    @staticmethod
-    def among(shapes: Sequence[torch.Size], rank: int, world_size: int) -> FlatLine:
+    @classmethod
+    def among(cls, shapes: Sequence[torch.Size], rank: int, world_size: int) -> FlatLine:
         """A line of ``shapes``, one after the other, cut into equal rows for ``world_size`` ranks."""
-        return FlatLine(shapes, rank, FlatLayout([shape.numel() for shape in shapes], world_size))
+        return cls(shapes, rank, FlatLayout([shape.numel() for shape in shapes], world_size))
 
     def flattened(self, index: int, value: Tensor) -> Tensor:
         """The elements of ``value``, the whole parameter ``index``, in the order in which they are cut."""
@@ -58,12 +55,8 @@ class FlatLine:
         return shard
 
     def gathered_in(self, buffer: Tensor, comm: Communicator) -> Gathered:
-        """Memory of the whole parameters, gathered into ``buffer`` ``[W, S]``, or copied out of it to be aligned."""
-        if not is_to_align(self.shapes, self.layout.offsets, buffer.dtype, buffer.device):
-            return self.in_place(buffer, comm)
-        line, params = aligned_params(self.shapes, buffer, comm.world_size)
-        beside = Beside(line, params, self.params_of(buffer), params)
-        return CopiedOut(self.gather_of(buffer, comm), buffer, self.row_of(buffer), beside)
+        """Memory of the whole parameters, gathered into ``buffer`` ``[W, S]``: here they compute in it."""
+        return self.in_place(buffer, comm)
 
     def in_place(self, buffer: Tensor, comm: Communicator) -> Gathered:
         """Memory of the whole parameters: ``buffer`` ``[W, S]``; the leaves point to it."""
@@ -107,6 +100,7 @@ class FlatLine:
         for runs, shape in zip(views, self.shapes, strict=True):
             if len(runs) == 1 and runs[0].is_contiguous():
                 runs[:] = [runs[0].view(shape)]
+        # For `cut_as`: the lengths of the runs of each parameter, and the shapes of those that have several rows.
         self._lengths = [[run.numel() for run in runs] for runs in views]
         self._wide = [{i: run.shape for i, run in enumerate(runs) if run.dim() > 1} for runs in views]
         return [*views, [block.of(columns) for block in self.layout.empty_blocks]]

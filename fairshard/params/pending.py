@@ -10,7 +10,7 @@ A *face* is a parameter that users see: the shard, or the view or DTensor of eac
 a placeholder meanwhile, all elements of which are one -0.0. The placeholder itself shows what the user has done to it:
 
 - ``grad = None``, or another tensor instead: the face no longer has it.
-- ``zero_()``: its version moves. For DTensors torch does not count ``torch._foreach_zero_``: -0.0 has become 0.0.
+- ``zero_()``: its version moves, if torch counts the write (see `ShardGrad.zeroed_uncounted`); -0.0 has become 0.0.
 - Scaling, clipping or copying into it raises in torch, because its elements share memory. That does not hold for one
   element, but this one is not 0.0 then.
 """
@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fairshard.errors import FairshardError, PartialGradientError, PendingGradientError
+from fairshard.errors import FairshardError
 
 
 class PendingGrads:
@@ -82,7 +81,7 @@ class PendingGrads:
         faces = {face for face, own in zip(self._face_of, reached, strict=True) if own}
         for face in sorted(faces):
             self._cover(face)
-        self.changed |= faces
+        self.changed.update(faces)
 
     def kept(self, sends_shard_sum: bool) -> bytes:
         """For each leaf, 1 if a backward must send something of it."""
@@ -97,7 +96,7 @@ class PendingGrads:
 
     def note_sent(self) -> None:
         """The running backward sends the sums; faces keep their placeholders until `finish`."""
-        self.changed |= self.covers.keys()
+        self.changed.update(self.covers)
 
     def finish(self) -> None:
         """What was sent has arrived: the faces show what they had before, and it is added to that next."""
@@ -118,8 +117,7 @@ class PendingGrads:
         """
         seen = self.faces.shown
         dropped = {face for face in self.covers if self._is_dropped(face, seen[face], names[face])}
-        if any(isinstance(cover.placeholder, DTensor) for cover in self.covers.values()):
-            dropped |= self._zeroed_uncounted(dropped)
+        dropped |= self.faces.zeroed_uncounted({face: self.covers[face].placeholder for face in self.covers}, dropped)
         for face in dropped:
             self._drop(face, seen[face])
 
@@ -140,15 +138,6 @@ class PendingGrads:
             "(clip or unscale them) after a backward that reduces (outside of no_sync, or after "
             "`set_requires_gradient_sync(True)`), or drop all of them with zero_grad()."
         )
-
-    def _zeroed_uncounted(self, counted: set[int]) -> set[int]:
-        """The faces that a write has zeroed that torch did not count; all, if none with elements is left."""
-        found = [(face, self.faces.own_of(face, cover.placeholder)) for face, cover in sorted(self.covers.items())]
-        heads = {face: own.reshape(-1)[:1] for face, own in found if own.numel()}
-        left = [face for face in heads if face not in counted]
-        signs = torch.cat([heads[face] for face in left]).signbit().tolist() if left else []
-        zeroed = {face for face, is_untouched in zip(left, signs, strict=True) if not is_untouched}
-        return set(self.covers) if heads and len(zeroed) == len(left) else zeroed
 
     def _drop(self, face: int, grad: Tensor | None) -> None:
         self._drop_sums(face)
@@ -175,34 +164,6 @@ class PendingGrads:
             self.lost.add(face)
         self.changed.clear()
 
-    # ---- refusing
-
-    def check_absent(self, face: int, name: str, where: str) -> None:
-        """Raise if the gradient of a face, ``name``, is not there.
-
-        Raises:
-            PartialGradientError: an exception has left it incomplete.
-            PendingGradientError: it waits to be reduced.
-        """
-        if face in self.lost:
-            raise PartialGradientError(
-                f"The gradient of `{name}` ({where}) must be whole before it is used, but an exception ended a "
-                "backward after a part of it had been added, or after gradients that wait to be reduced had been "
-                "changed or sent. Call zero_grad() and repeat the backwards of this step."
-            )
-        if face not in self.covers:
-            return
-        if self.shard_sum is not None:
-            why = "it waits for its sum over replicas, because of set_requires_all_reduce(False)"
-            cure = "Run the last backward of a step after set_requires_all_reduce(True)"
-        else:
-            why = "its last backward ran under no_sync or set_requires_gradient_sync(False)"
-            cure = "Run the last backward of a step outside of no_sync, or after set_requires_gradient_sync(True)"
-        raise PendingGradientError(
-            f"Gradients must be reduced before they are used, but that of `{name}` ({where}) is pending: {why}. "
-            f"{cure}; or drop the gradients with zero_grad()."
-        )
-
 
 class _Cover:
     """The placeholder of one face, its version when it was shown, and the reduced gradient that it hides."""
@@ -226,13 +187,13 @@ class Landed:
     def remaining(self, faces: Any) -> list[int]:
         """The faces that still have sums of this backward: the user has neither dropped nor zeroed them since.
 
-        A DTensor of zeros counts as zeroed: torch does not count all writes to it.
+        Zeros count as zeroed where torch does not count all writes.
         """
         found = []
         for face, grad in enumerate(faces.shown):
             if grad is not None:
                 is_same = id(grad) == self._ids[face] and grad._version == self._versions[face]
                 own = faces.own_of(face, grad)
-                if own.any() or (is_same and not (own.numel() and isinstance(grad, DTensor))):
+                if own.any() or (is_same and (faces.counts_writes or not own.numel())):
                     found.append(face)
         return found

@@ -69,13 +69,18 @@ class ShardedParameter:
         raise ParameterShardedError("A parameter was read while it is sharded.")
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise ParameterShardedError(
-            f"Parameter `{self.fqn}` must be gathered to be read, but only its shards exist outside of its unit's "
-            f"forward and backward: `{self.fqn.rpartition('.')[0] or 'the root'}` was not reached through its wrapper. "
-            "Call the wrapped module itself; or make its method gather the parameters, with "
-            '`fairshard.nn.register_forward_method(wrapper, "name")`; or read the parameter inside '
-            "`with FullyShardedDataParallel.summon_full_params(model):`. Resize or tie parameters before wrapping."
-        )
+        raise read_error(self.fqn)
+
+
+def read_error(fqn: str) -> ParameterShardedError:
+    """Error for a read of parameter ``fqn`` of a wrapper while only its shards exist."""
+    return ParameterShardedError(
+        f"Parameter `{fqn}` must be gathered to be read, but only its shards exist outside of its unit's "
+        f"forward and backward: `{fqn.rpartition('.')[0] or 'the root'}` was not reached through its wrapper. "
+        "Call the wrapped module itself; or make its method gather the parameters, with "
+        '`fairshard.nn.register_forward_method(wrapper, "name")`; or read the parameter inside '
+        "`with FullyShardedDataParallel.summon_full_params(model):`. Resize or tie parameters before wrapping."
+    )
 
 
 def _refuse_operators() -> None:

@@ -46,15 +46,14 @@ class Registered:
         self._addressed = [tensor for flat_param in flat_params for tensor in flat_param.shows.addressed]
         self._slots = [slot for flat_param in flat_params for slot in flat_param.slots]
         self._are_plain = all(type(slot) is ParamSlot for slot in self._slots)
-        self._noted: list[int] = []
         self._places: list[_Place] = [
             (module._parameters, module.__dict__, name, slot.registered, slot.leaf, slot.placeholder)
             for slot in self._slots
             for module, name in slot.owners
         ]
         for flat_param in flat_params:
-            holder, key = flat_param.shows.holder, flat_param.shows.key
-            if holder is not None:
+            if flat_param.shows.place is not None:
+                holder, key = flat_param.shows.place
                 self._places.append((holder._parameters, {}, key, flat_param.shard, None, None))
 
     def swap(self, to_leaves: bool) -> None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -90,10 +91,13 @@ class ShardGrad:
     Attributes:
         pending: what no backward has reduced yet, or an exception has left incomplete; None: nothing.
         landed: to what the running backward has added, or has sent sums that will be added; None: to nothing.
+        created: for each face 1 if it had no gradient before the last one was added.
     """
 
     pending: PendingGrads | None = None
     landed: Landed | None = None
+    created: Sequence[int] = b""
+    counts_writes = True  # torch counts every write to what is shown
 
     def __init__(
         self,
@@ -107,23 +111,17 @@ class ShardGrad:
         self.dtype = dtype
         self.home = home
         self.transfers = transfers
-        self._held = held
+        self._at: Any = SimpleNamespace(grad=held) if home is GradHome.HELD else shard  # has the gradient as `.grad`
         self._buffers: deque[Tensor] = deque(maxlen=2)  # the second is used while gradients accumulate
         # Copies that `land` has not waited for yet, the event after each, and the parameters that it has gradients of.
-        self.flights: deque[tuple[Tensor, Event, bytes | None]] = deque()
-        self._is_new = False  # there was no gradient before the last one was added
+        self.flights: deque[tuple[Tensor, Event, bytes]] = deque()
 
     # ---- what users see
 
     @property
-    def _own(self) -> Tensor | None:
-        """What is kept for the shard itself."""
-        return self._held if self.home is GradHome.HELD else self._shard.grad
-
-    @property
     def shown(self) -> Sequence[Tensor | None]:
         """The gradient of each face (see `PendingGrads`), here of the shard, wherever it is kept."""
-        return (self._own,)
+        return (self._at.grad,)
 
     def show(self, face: int, grad: Tensor | None) -> None:
         """Make ``grad`` the gradient of a face."""
@@ -145,6 +143,10 @@ class ShardGrad:
     def parts_of(self, whole: Tensor) -> Sequence[Tensor]:
         """The part of ``whole`` ``[S]`` for each face."""
         return (whole,)
+
+    def zeroed_uncounted(self, placeholders: Mapping[int, Tensor], counted: set[int]) -> set[int]:
+        """The faces of ``placeholders`` that a write has zeroed that torch did not count, besides those ``counted``."""
+        return set()
 
     # ---- the reduced gradient
 
@@ -171,10 +173,10 @@ class ShardGrad:
         kept = self._buffers if self.home is GradHome.HOST else (self.value,)
         return [grad for grad in kept if grad is not None]
 
-    def add(self, reduced: Tensor, reached: bytes | None = None) -> None:
+    def add(self, reduced: Tensor, reached: bytes = b"") -> None:
         """Set or add ``reduced``, made on the current stream; if gradients move to the host, `land` completes the move.
 
-        ``reached``: for each parameter 1 if it has a gradient; None: all have one.
+        ``reached``: for each parameter 1 if it has a gradient; empty: all have one.
         """
         if reduced.dtype != self.dtype:
             reduced = reduced.to(self.dtype)
@@ -196,7 +198,7 @@ class ShardGrad:
 
     def retract(self, reached: bytearray) -> None:
         """Drop the gradient if the last backward created it but has not ``reached`` any of its parameters."""
-        if self._is_new and not any(reached):
+        if 1 in self.created and 1 not in reached:
             self._set(None)
 
     def land(self, counts: bool = True) -> None:
@@ -276,32 +278,31 @@ class ShardGrad:
     # ---- private
 
     def _set(self, grad: Tensor | None) -> None:
-        if self.home is GradHome.HELD:
-            self._held = grad
-        elif self.dtype == self._shard.dtype:
-            self._shard.grad = grad
+        if self.home is GradHome.HELD or self.dtype == self._shard.dtype:
+            self._at.grad = grad
         else:
             set_grad(self._shard, grad)
 
-    def _receive(self, grad: Tensor, reached: bytes | None) -> None:
+    def _receive(self, grad: Tensor, reached: bytes) -> None:
         """Set or add ``grad`` ``[S]``, except to lost faces."""
         lost: Collection[int] = ()
         if self.pending is not None:
             self.pending.finish()
             lost = self.pending.lost
             self._drop_if_empty()
-        self._set_or_add(grad, reached, lost)
+        self.created = self._set_or_add(grad, reached, lost)
         self.landed = Landed(self.shown)
 
-    def _set_or_add(self, grad: Tensor, reached: bytes | None, lost: Collection[int]) -> None:
-        kept = self.value
-        self._is_new = kept is None and not lost
+    def _set_or_add(self, grad: Tensor, reached: bytes, lost: Collection[int]) -> Sequence[int]:
+        """Set or add ``grad``; returns for each face 1 if it had no gradient before."""
         if lost:
-            return
-        if kept is None:
-            self._set(grad.data)  # with its own version counter, not the whole bucket's
-        else:
+            return b"\0"
+        kept = self.value
+        if kept is not None:
             kept.add_(grad)
+            return b"\0"
+        self._set(grad.data)  # with its own version counter, not the whole bucket's
+        return b"\1"
 
     def _take_buffer(self) -> Tensor:
         """Host memory for one gradient; reuses that of an earlier one if nothing refers to it any more."""

@@ -24,7 +24,7 @@ class ShownShard:
         registered: the parameters that users see and attach hooks to.
         versioned: tensors whose version counters together count every write to the shard.
         on_cpu: whether the shard is kept in host memory.
-        holder, key: the module on which the shard itself is registered (None: it is not), and its name there.
+        place: the module on which the shard itself is registered, and its name there; None: it is not registered.
         keeps_shapes: whether registered parameters are whole, in the shapes of the originals.
     """
 
@@ -37,8 +37,7 @@ class ShownShard:
         self.shard = nn.Parameter(shard, requires_grad=slots[0].leaf.requires_grad)
         self.registered: tuple[nn.Parameter, ...] = (self.shard,)
         self.versioned: tuple[nn.Parameter, ...] = (self.shard,)
-        self.holder: nn.Module | None = None
-        self.key = ""
+        self.place: tuple[nn.Module, str] | None = None
 
     def stepped_by(self, flat_param: Any) -> Sequence[Any]:
         """The objects through which optimizers see ``flat_param``, which owns this one."""
@@ -113,13 +112,13 @@ class ShownShard:
 
     def register_on(self, module: nn.Module, key: str) -> None:
         """Register the shard as parameter ``key`` of ``module``."""
-        self.holder, self.key = module, key
+        self.place = module, key
         module.register_parameter(key, self.shard)
 
     # ---- copies
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("slots", "line", "on_cpu", "shard", "registered", "versioned", "holder", "key")
+        kept = ("slots", "line", "on_cpu", "shard", "registered", "versioned", "place")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

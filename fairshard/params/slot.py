@@ -6,49 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fairshard.errors import ParameterShardedError
 from fairshard.params.placeholder import ShardedParameter
-from fairshard.utils.dynamo import not_traced
 from fairshard.utils.storage import set_data
-
-
-class _Guard:
-    """A hook before the forward of a module on which shards are registered in place of the parameters of ``slots``.
-
-    Raises `ParameterShardedError` for the first that is not gathered: torch would name neither the module nor the
-    remedy, or would compute with a shard whose shape happens to fit.
-    """
-
-    def __init__(self) -> None:
-        self.slots: dict[str, ParamSlot] = {}
-
-    @not_traced
-    def __call__(self, module: nn.Module, _args: Any) -> None:
-        params = module._parameters
-        for name, slot in self.slots.items():
-            if params.get(name) is slot.registered:
-                self._refuse(slot)
-
-    @staticmethod
-    def _refuse(slot: "ParamSlot") -> None:
-        if not isinstance(slot.registered, DTensor):
-            ShardedParameter(slot.fqn, slot.shape)._refuse()
-        raise ParameterShardedError(
-            f"Parameter `{slot.fqn}` must be gathered to be read, but only its shards exist outside of its unit's "
-            f"forward and backward: `{slot.fqn.rpartition('.')[0] or 'the root'}` was not reached through a module "
-            "that fully_shard was called on. Call that module; or make the method that was called gather the "
-            'parameters, with `fairshard.nn.register_fsdp_forward_method(module, "name")`.'
-        )
-
-
-def guard_of(module: nn.Module) -> _Guard | None:
-    """The guard of ``module``, if shards are registered on it in place of parameters."""
-    return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Guard)), None)
-
 
 _slots: WeakIdKeyDictionary = WeakIdKeyDictionary()  # leaf -> its slot, as long as the slot lives
 
@@ -71,6 +33,8 @@ class ParamSlot:
 
     has_mesh = False
     """Whether the parameter is cut over ranks of a mesh of its own while it is gathered."""
+    registered: nn.Parameter | None = None
+    placeholder: ShardedParameter | None = None
 
     def __init__(self, leaf: nn.Parameter, fqn: str) -> None:
         self.leaf = leaf
@@ -78,8 +42,6 @@ class ParamSlot:
         self.shape = leaf.shape
         self.numel = leaf.numel()
         self.owners: list[tuple[nn.Module, str]] = []  # several for tied weights: modules, and the name in each
-        self.placeholder: ShardedParameter | None = ShardedParameter(fqn, leaf.shape)
-        self.registered: nn.Parameter | None = None
         self.shown: Tensor | None = None  # what the leaf showed last, and ...
         self._empty: Tensor | None = None  # ... what it shows while sharded, of the same dtype and device
 
@@ -112,14 +74,8 @@ class ParamSlot:
         for module, name in self.owners:
             module._parameters[name] = shard  # None keeps the name's place in the module's order
         _slots[self.leaf] = weakref.ref(self)
-        if shard is not None:
-            self.placeholder = None
-            for module, name in self.owners:
-                guard = guard_of(module)
-                if guard is None:
-                    guard = _Guard()
-                    module.register_forward_pre_hook(guard)
-                guard.slots[name] = self
+        if shard is None:
+            self.placeholder = ShardedParameter(self.fqn, self.leaf.shape)
         self.leaf.grad = None
         self.detach()
 

@@ -14,13 +14,13 @@ from fairshard.engine.tree import unit_of, units_below, walk
 from fairshard.params.dtensor_slot import DTensorSlot, new_slot
 from fairshard.params.extended_slot import ExtendedSlot
 from fairshard.params.flat_param import FlatParam
-from fairshard.params.line import FlatLine
 from fairshard.params.placeholder import ShardedParameter
 from fairshard.params.shown import ShownShard
-from fairshard.params.slot import ParamSlot, guard_of, slot_of
+from fairshard.params.slot import ParamSlot, slot_of
 from fairshard.settings.config import UnitConfig
 from fairshard.settings.data_mesh import DataMesh
 from fairshard.settings.placements import Owned, RowBlocks
+from fairshard.setup.guard import guard_modules, guard_of
 from fairshard.setup.lines import PlacementFn, SlotLines
 from fairshard.setup.naming import place
 from fairshard.setup.origin import Ignored, Origin
@@ -29,6 +29,7 @@ from fairshard.setup.shared_params import SharedParams, refusal
 from fairshard.utils.names import join
 from fairshard.utils.storage import set_data
 from fairshard.utils.subclasses import POST, PRE, check_extended, is_extended, is_wrapper, refuse_wrapper
+from fairshard.views.aligned import AlignedLine
 from fairshard.views.extended_param import ExtendedParam
 from fairshard.views.shown_dtensors import ShownDTensors
 from fairshard.views.shown_extended import ShownExtended
@@ -77,7 +78,7 @@ def shard_parameters(
         group = placed.slots
         name = f"flat_param_{len(flat_params)}" if config.flatten_parameters else group[0].fqn
         shapes = [slot.shape for slot in group]
-        line = FlatLine.among(shapes, rank, world_size)
+        line = AlignedLine.among(shapes, rank, world_size)
         line = line if placed.layout is None else ragged_line(shapes, rank, placed.layout)
         kind = _kind_of(config, world_size)
         flat_param = FlatParam(kind(group, line, config.master_on_cpu), name)
@@ -92,6 +93,7 @@ def shard_parameters(
         if not flat_param.shows.on_cpu:
             flat_param.shows.move_to(origin.device)
         flat_params.append(flat_param)
+    guard_modules(flat_params)
     origin.note_cut(flat_params)
     return flat_params
 
@@ -166,6 +168,7 @@ def shard_rows(
     for slot in extended:
         extends = ShownExtended(ExtendedSlot(slot), data.mesh, config.master_on_cpu, origin.device)
         flat_params.append(ExtendedParam(extends, extends.slots[0].fqn, policy))
+    guard_modules(flat_params)
     origin.note_cut(flat_params)
     return flat_params
 

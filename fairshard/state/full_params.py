@@ -25,7 +25,7 @@ from fairshard.utils.ragged_tensor import RaggedTensor
 from fairshard.utils.span_tensor import SpanTensor
 from fairshard.utils.storage import set_grad
 from fairshard.utils.user_line import level_of_user
-from fairshard.views.orig_param import OrigParam, Stepped
+from fairshard.views.orig_param import OrigParam, Stepped, gather_rows
 from fairshard.views.shown_extended import ShownExtended
 
 
@@ -146,7 +146,7 @@ def gather_line(flat_param: Stepped, values: Tensor) -> Tensor:
         return flat_param.gather_line(values)
     line = flat_param.line.empty(values.dtype, flat_param.compute_device)
     flat_param.line.row_of(line).copy_(values)
-    return flat_param.gather_rows(line, flat_param.line.gather_of(line, flat_param.comm))
+    return gather_rows(flat_param, line, flat_param.line.gather_of(line, flat_param.comm))
 
 
 def lay_out(flat_param: Stepped, values: list[Tensor]) -> Tensor:
@@ -217,9 +217,9 @@ def _registered(flat_param: FlatParam, params: Sequence[nn.Parameter]) -> Iterat
 
 def _unregister(shows: ShownShard) -> Callable[[], None]:
     """Undo `ShownShard.register_on`, if it was called; the returned function registers again."""
-    holder, key = shows.holder, shows.key
-    if holder is None:
+    if shows.place is None:
         return lambda: None
+    holder, key = shows.place
     holder._parameters[key] = None  # keeps its position in the module
     return lambda: holder._parameters.update({key: shows.shard})
 

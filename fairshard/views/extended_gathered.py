@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fairshard.params.copied_out import Beside, CopiedOut
 from fairshard.params.gathered import Gather
 from fairshard.utils.collectives import Communicator, RowGather
+from fairshard.views.copied_out import Beside, CopiedOut
 from fairshard.views.extension import Extension
 
 
@@ -19,7 +19,14 @@ class ExtendedGathered(CopiedOut):
 
     compute_dtype = torch.uint8
 
-    def __init__(self, extension: Extension, comm: Communicator, gather: Gather, rows: Tensor) -> None:
+    def __init__(
+        self,
+        extension: Extension,
+        comm: Communicator,
+        gather: Gather,
+        rows: Tensor,
+        together: list[CopiedOut] | None = None,
+    ) -> None:
         self.extension, self.comm = extension, comm
         self.compute_device, self.shard_numel = extension.device, extension.nbytes
         columns = extension.columns(rows)
@@ -28,7 +35,7 @@ class ExtendedGathered(CopiedOut):
         beside = Beside(extension.outputs[0], [rows.new_empty(0)], columns, targets)
         self._own = [column[comm.rank] for column in columns]
         self._is_to_complete = False
-        super().__init__(gather, rows, rows[comm.rank], beside)
+        super().__init__(gather, rows, rows[comm.rank], beside, together)
         if type(extension.leaf) is nn.Parameter:
             self.line_id = extension.leaf.untyped_storage()._cdata
 
@@ -38,9 +45,9 @@ class ExtendedGathered(CopiedOut):
         rows = torch.empty(comm.world_size, extension.nbytes, dtype=torch.uint8, device=extension.device)
         return ExtendedGathered(extension, comm, RowGather(comm, rows), rows)
 
-    def joined(self, gather: Gather, rows: Tensor) -> ExtendedGathered:
-        """The same parameter in ``rows``, columns of a buffer that ``gather`` fills."""
-        return ExtendedGathered(self.extension, self.comm, gather, rows)
+    def joined(self, gather: Gather, rows: Tensor, together: list[CopiedOut]) -> ExtendedGathered:
+        """The same parameter in ``rows``, columns of a buffer that ``gather`` fills; ``together``: see `CopiedOut`."""
+        return ExtendedGathered(self.extension, self.comm, gather, rows, together)
 
     def start(self, own: Tensor | None, tag: int) -> None:
         """Start gathering from ``own``, this rank's shard, which is a tensor subclass. **Collective.**"""

@@ -44,7 +44,6 @@ class ExtendedParam(FlatParam):
 
     def materialize(self, comms: Communicators, rule: Rule, transfers: GradTransfers, on_grad: Any) -> None:
         """See `FlatParam.materialize`. Gathers once, because the subclass makes the leaf: **collective**."""
-        self.adopt_assigned()
         if not self.shows.on_cpu:
             self.shows.move_to(transfers.device)
         slot = self.slots[0]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fairshard.params.flat_param import FlatParam
+from fairshard.params.gathered import Gather
 from fairshard.params.line import FlatLine
-from fairshard.utils.collectives import RowGather
+from fairshard.utils.collectives import RowGather, exchange_tag
 from fairshard.utils.layout import FlatLayout, Piece
 from fairshard.utils.messages import broadcast
 from fairshard.utils.owned_layout import OwnedLayout
@@ -69,10 +70,6 @@ class OrigParam:
         """The original parameter's name."""
         return self.slots[0].fqn
 
-    def check_whole(self) -> None:
-        """See `FlatParam.check_whole`."""
-        self._whole.check_whole(self.index)
-
     @property
     def grad(self) -> Any:
         """The `OrigGrad` of this parameter; None before the first forward."""
@@ -97,7 +94,7 @@ class OrigParam:
             return line
         line = values.new_zeros(layout.world_size, layout.shard_numel, device=whole.compute_device)
         line[self.line.rank, : self.shard_numel] = values
-        return whole.gather_rows(line, RowGather(whole.comm, line))
+        return gather_rows(whole, line, RowGather(whole.comm, line))
 
 
 class OrigLine:
@@ -150,6 +147,13 @@ class _Cuts:
 
     def pieces_of(self, rank: int) -> list[Piece]:
         return [piece for piece in self.pieces if piece.row == rank]
+
+
+def gather_rows(flat_param: FlatParam, rows: Tensor, gather: Gather) -> Tensor:
+    """Fill ``rows``, in which this rank's row is already written, by ``gather``. **Collective.**"""
+    if rows.numel():
+        gather.start(exchange_tag("all_gather", flat_param.tag_id, next(flat_param.uses))).wait()
+    return rows
 
 
 Stepped = FlatParam | OrigParam  # an optimizer steps its `shard`

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
-from fairshard.params.line import FlatLine
 from fairshard.utils.ragged_layout import RaggedLayout
 from fairshard.utils.ragged_tensor import RaggedShard
+from fairshard.views.aligned import AlignedLine
 
 
-class Ragged(FlatLine):
+class Ragged(AlignedLine):
     """Parameters at the places that ``layout`` gives them; blocks are whole rows."""
 
     layout: RaggedLayout

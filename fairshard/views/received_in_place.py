@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fairshard.params.copied_out import Beside, CopiedOut
 from fairshard.params.gathered import Gather
 from fairshard.utils.part_gather import MAX_PARTS, PartGather
 from fairshard.utils.rows_layout import RowsLayout
 from fairshard.utils.storage import free_storage_
+from fairshard.views.copied_out import Beside, CopiedOut
 
 _MIN_NBYTES = 1 << 17
 """Least bytes that a rank sends of a parameter that is received in place (docs/notes/in-place.md)."""
@@ -68,8 +68,7 @@ class ReceivedInPlace(CopiedOut):
         self._staging.resize_(self._staging_nbytes)
         if self._places:  # this rank may have no rows of any parameter
             torch._foreach_copy_(self._places, [own[span] for span in self._own_spans])
-        self.transfer = self._staged.start(tag)
-        self._is_to_copy = True
+        self.transfer = self._gathering = self._staged.start(tag)
 
     def free(self) -> None:
         """Wait for the running gather, if any, and free all memory."""
@@ -81,7 +80,7 @@ class ReceivedInPlace(CopiedOut):
             super()._copy_out()
             return
         assert self.transfer is not None
-        transfer, self.transfer, self._is_to_copy = self.transfer, None, False
+        transfer, self.transfer = self.transfer, None
         transfer.wait()
         if self._small.targets:
             torch._foreach_copy_(self._small.targets, self._small.sources)

@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fairshard.params.copied_out import Beside, CopiedOut, aligned_params, is_to_align
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.gathered import Gather, Gathered
 from fairshard.params.line import FlatLine
@@ -21,6 +20,7 @@ from fairshard.utils.part_gather import PartGather
 from fairshard.utils.rows_layout import RowsLayout
 from fairshard.utils.span import Span
 from fairshard.utils.storage import free_storage_
+from fairshard.views.copied_out import Beside, CopiedOut, aligned_params, is_to_align
 from fairshard.views.cut import Cut
 from fairshard.views.extended_gathered import ExtendedGathered
 from fairshard.views.joint_gather import DeferredGather, JointGather
@@ -154,13 +154,9 @@ class Rows(FlatLine):
             return
         joint = JointGather([own if isinstance(own := each.gathered, ExtendedGathered) else each for each, _ in joined])
         deferred, last = DeferredGather(joint), len(joined) - 1
-        together = [
-            _copied_out(each, rows, joint if index == last else deferred, columns)
-            for index, ((each, rows), columns) in enumerate(zip(joined, joint.columns, strict=True))
-        ]
-        for (each, _), gathered in zip(joined, together, strict=True):
-            gathered.share(joint.buffer, together)
-            each.gather_into(gathered)
+        together: list[CopiedOut] = []
+        for index, ((each, rows), columns) in enumerate(zip(joined, joint.columns, strict=True)):
+            each.gather_into(_copied_out(each, rows, joint if index == last else deferred, columns, together))
         free_storage_(joint.buffer)  # last: freed memory cannot be viewed
 
 
@@ -169,9 +165,11 @@ def is_ordered(line: FlatLine, index: int) -> bool:
     return not (isinstance(line, Rows) and line.cuts[index].dim)
 
 
-def _copied_out(flat_param: FlatParam, rows: Rows, gather: Gather, columns: Tensor) -> CopiedOut:
+def _copied_out(
+    flat_param: FlatParam, rows: Rows, gather: Gather, columns: Tensor, together: list[CopiedOut]
+) -> CopiedOut:
     """Memory of the whole parameters of ``flat_param``, copied out of ``columns`` of a buffer that ``gather`` fills."""
     own = flat_param.gathered
     if isinstance(own, ExtendedGathered):
-        return own.joined(gather, columns)
-    return CopiedOut(gather, columns, columns[rows.rank], rows.beside(columns))
+        return own.joined(gather, columns, together)
+    return CopiedOut(gather, columns, columns[rows.rank], rows.beside(columns), together)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -38,6 +39,8 @@ class Shown(Protocol):
 class RowsGrad(ViewedGrad):
     """The gradient of a shard that is registered as the DTensors of ``shown``."""
 
+    counts_writes = False  # not ``torch._foreach_zero_``
+
     def __init__(self, shown: Shown, *args: Any) -> None:
         super().__init__(*args)
         self._shown_params = shown
@@ -64,3 +67,12 @@ class RowsGrad(ViewedGrad):
                 f"{param.placements}. Put `grad.redistribute(param.device_mesh, param.placements)` there."
             )
         return self._shown_params.elements_of(index, grad)
+
+    def zeroed_uncounted(self, placeholders: Mapping[int, Tensor], counted: set[int]) -> set[int]:
+        """See `ShardGrad.zeroed_uncounted`; all faces, if none with elements is left."""
+        found = [(face, self.own_of(face, placeholder)) for face, placeholder in sorted(placeholders.items())]
+        heads = {face: own.reshape(-1)[:1] for face, own in found if own.numel()}
+        left = [face for face in heads if face not in counted]
+        signs = torch.cat([heads[face] for face in left]).signbit().tolist() if left else []
+        zeroed = {face for face, is_untouched in zip(left, signs, strict=True) if not is_untouched}
+        return set(placeholders) if heads and len(zeroed) == len(left) else zeroed

@@ -28,7 +28,7 @@ class ShownExtended(ShownDTensors):
         rank, world_size = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         self.placed, self.dims = SavedMesh(mesh), [0]
         self.slots, self.line = [slot], Rows([Cut(slot.shape, 0, world_size)], rank, world_size)
-        self.on_cpu, self.holder, self.key = on_cpu, None, ""
+        self.on_cpu, self.place = on_cpu, None
         rows = rows_of(slot.leaf, slot.fqn, rank, world_size)
         target = torch.device("cpu") if on_cpu else device
         rows = rows if rows.is_meta or rows.device == target else rows.to(target)

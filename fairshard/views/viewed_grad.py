@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,16 +32,15 @@ class ViewedGrad(ShardGrad):
         self._whole: Tensor | None = None  # the gradient [S], as it was cut last
         self._cut_runs: list[Tensor] | None = None  # see `_runs`
         self._shows: Sequence[Tensor] = ()  # each run as it is shown on its view
-        self._held_runs: list[Tensor | None] = []  # if gradients are held: the runs, None for those dropped
         self._copied: list[Tensor] = []  # gradients that a backward's streams may still read
-        self._were_none = bytearray()  # parameters whose gradient was None before the last one was added
+        self._faces: Sequence[Any] = ()  # that have the gradients as `.grad`: the views, if gradients are not held
 
     def show_on(self, views: Sequence[nn.Parameter], spans: Sequence[Span]) -> None:
         """Show the gradient of each of ``spans`` on its view, and adopt gradients that the views already have.
 
         The spans are in ascending order, and may leave gaps.
         """
-        self._views = views
+        self._views = self._faces = views
         self._sizes, self._places, end = [], [], 0
         for start, numel in [*((span.start, span.numel) for span in spans), (self._shard.numel(), 0)]:
             self._sizes += [start - end] if start > end else []
@@ -48,9 +48,10 @@ class ViewedGrad(ShardGrad):
             self._sizes.append(numel)
             end = start + numel
         self._places.pop()  # the end of the shard
-        self._cut(self._own)
+        self._cut(self._at.grad)
         if self.home is GradHome.HELD:
-            self._held_runs = list(self._runs)
+            held: Sequence[Tensor | None] = self._runs or [None] * len(views)
+            self._faces = [SimpleNamespace(grad=run) for run in held]
         for index, (run, show) in enumerate(zip(self._runs, self._shows, strict=True)):
             grad = views[index].grad
             if grad is not None and is_same_memory(self.own_of(index, grad), run):
@@ -67,17 +68,11 @@ class ViewedGrad(ShardGrad):
     @property
     def shown(self) -> Sequence[Tensor | None]:
         """The gradient of each view, or its placeholder."""
-        if self.home is GradHome.HELD:
-            return self._held_runs or [None] * len(self._views)
-        return list(map(_GRAD, self._views))
+        return list(map(_GRAD, self._faces))
 
     def show(self, face: int, grad: Tensor | None) -> None:
         """See `ShardGrad.show`."""
-        if self.home is GradHome.HELD:
-            self._held_runs = self._held_runs or [None] * len(self._views)
-            self._held_runs[face] = grad
-        else:
-            self._views[face].grad = grad
+        self._faces[face].grad = grad
 
     def new(self, face: int, value: float, shares_memory: bool = False) -> Tensor:
         """See `ShardGrad.new`."""
@@ -90,7 +85,7 @@ class ViewedGrad(ShardGrad):
     @property
     def value(self) -> Tensor | None:
         """The reduced gradient ``[S]``, including changes that users have made to gradients of single parameters."""
-        whole = self._own
+        whole: Tensor | None = self._at.grad
         grads = self._grads()
         if _are_all_none(grads):
             self.forget_dropped()
@@ -122,16 +117,11 @@ class ViewedGrad(ShardGrad):
         return shown if pending is None else [pending.behind(index, grad) for index, grad in enumerate(shown)]
 
     def forget_dropped(self) -> None:
-        """Free the memory of the gradients, if the user has dropped all of them: between passes."""
-        if self._own is not None and self.pending is None and _are_all_none(self.shown):
+        """Free the memory of the gradients, if the user has dropped all of them."""
+        if self._at.grad is not None and self.pending is None and _are_all_none(self.shown):
             self._forget()
 
-    def drop(self, index: int) -> None:
-        """Drop the gradient of one original parameter, or its placeholder."""
-        if self._held_runs or self.home is not GradHome.HELD:
-            self.show(index, None)
-
-    def add(self, reduced: Tensor, reached: bytes | None = None) -> None:
+    def add(self, reduced: Tensor, reached: bytes = b"") -> None:
         """See `ShardGrad.add`. A parameter that was not reached and has no gradient keeps None."""
         if self.home is GradHome.HOST:
             self.forget_dropped()  # otherwise their memory would count as in use
@@ -149,14 +139,14 @@ class ViewedGrad(ShardGrad):
 
     def retract(self, reached: bytearray) -> None:
         """Drop gradients that the last backward created for parameters that it has not ``reached``."""
-        for index, (own, none) in enumerate(zip(reached, self._were_none, strict=True)):
-            if none and not own:
-                self.drop(index)
+        for index, (own, is_new) in enumerate(zip(reached, self.created, strict=False)):
+            if is_new and not own:
+                self.show(index, None)
 
     @torch.no_grad()
     def adopt_assigned(self) -> None:
         """Adopt tensors assigned to ``.data`` of gradients, as ``module._apply`` does."""
-        whole = self._own
+        whole = self._at.grad
         if whole is None:
             return
         shown, parts = self._grads(), self.parts_of(whole)
@@ -197,8 +187,8 @@ class ViewedGrad(ShardGrad):
     def _set(self, grad: Tensor | None) -> None:
         if grad is None:
             self._forget()
-            for view in self._views:
-                view.grad = None
+            for face in self._faces:
+                face.grad = None
         else:
             super()._set(grad)
             self._cut(grad)
@@ -208,16 +198,14 @@ class ViewedGrad(ShardGrad):
         """Free the memory; the views have no gradients, or lose them next."""
         super()._set(None)
         self._cut(None)
-        self._held_runs = []
 
-    def _set_or_add(self, grad: Tensor, reached: bytes | None, lost: Collection[int]) -> None:
+    def _set_or_add(self, grad: Tensor, reached: bytes, lost: Collection[int]) -> Sequence[int]:
         grads = self._grads()
-        if reached is None and not lost and _are_all_none(grads):  # the usual case: the rest takes too much host time
-            self._were_none = bytearray(b"\1") * len(self._views)
+        if 0 not in reached and not lost and _are_all_none(grads):  # the usual case: the rest takes too much host time
             self._set(grad.data)  # with its own version counter, not the whole bucket's
-            return
-        own = [index not in lost and (reached is None or reached[index] == 1) for index in range(len(self._views))]
-        self._were_none = bytearray(one is None and index not in lost for index, one in enumerate(grads))
+            return b"\1" * len(self._views)
+        own = [index not in lost and (not reached or reached[index] == 1) for index in range(len(self._views))]
+        created = bytes(one is None and index not in lost for index, one in enumerate(grads))
         kept = self.value
         if kept is not None:
             kept.add_(grad)
@@ -225,8 +213,9 @@ class ViewedGrad(ShardGrad):
             super()._set(grad.data)
             self._cut(grad.data)
         else:
-            return
+            return created
         self._show(own)
+        return created
 
 
 _GRAD, _TRAINS = attrgetter("grad"), attrgetter("requires_grad")  # `map` with them costs less host time than a loop
@@ -282,6 +271,6 @@ class OrigGrad:
         self._whole.land()
         (shown,) = self.shown
         if set_to_none:
-            self._whole.drop(self._index)
+            self._whole.show(self._index, None)
         elif shown is not None:
             shown.zero_()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from fairshard.checks.whole_grads import check_absent
 from fairshard.errors import FairshardError, PartialGradientError, PendingGradientError
 from fairshard.params.shard_grad import GradTransfers, ShardGrad
 from fairshard.settings.config import GradHome
@@ -75,8 +76,8 @@ def test_each_face_is_dropped_alone(home, how):
         for index in range(4):
             if index != face:
                 with pytest.raises(PendingGradientError, match=f"`{NAMES[index]}`"):
-                    grad.pending.check_absent(index, NAMES[index], "rank 0")
-        grad.pending.check_absent(face, NAMES[face], "rank 0")
+                    check_absent(grad.pending, index, NAMES[index], "rank 0")
+        check_absent(grad.pending, face, NAMES[face], "rank 0")
         grad.zero(set_to_none=True)
         grad.drop_zeroed(NAMES)
         assert grad.pending is None
@@ -181,7 +182,7 @@ def test_what_a_backward_that_raised_has_added_to_is_lost(make):
         assert grad.value is None
         grad.drop_zeroed(NAMES)
         with pytest.raises(PartialGradientError, match="`a`"):
-            grad.pending.check_absent(0, "a", "rank 0")
+            check_absent(grad.pending, 0, "a", "rank 0")
         grad.zero(set_to_none=what == "landed")
         grad.drop_zeroed(NAMES)
         assert grad.pending is None

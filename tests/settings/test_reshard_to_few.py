@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fairshard.nn import FSDP
-from fairshard.params.kept_part import KeptPart
+from fairshard.params.gathered import KeptPart
 from fairshard.utils.groups import communicator
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks

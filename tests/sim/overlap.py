@@ -198,7 +198,7 @@ GROUPS = {
 
 
 def _group_of(site: str) -> str:
-    if "params/gathered.py" in site or "params/copied_out.py" in site:
+    if "params/gathered.py" in site or "views/copied_out.py" in site:
         return "gathered"
     if "utils/buckets.py" in site:
         return "reduction"

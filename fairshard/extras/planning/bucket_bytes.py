@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from fairshard.params.copied_out import is_to_align
 from fairshard.params.rule import GradHome
 from fairshard.planning.summary import FlatSizes
 from fairshard.planning.units import PlannedUnit
 from fairshard.utils.groups import EXCHANGE_RANKS
 from fairshard.utils.owned_layout import OwnedLayout
+from fairshard.views.copied_out import is_to_align
 
 
 @dataclass(frozen=True)

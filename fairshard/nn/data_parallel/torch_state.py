@@ -42,7 +42,7 @@ class ParamGroup:
         Reduces the gradients of all units of the model; further calls have no effect until the next backward.
         """
         root: Root | None = self._unit.root
-        if root is not None and any(flat_param.is_owed for unit in root.units for flat_param in unit.flat_params):
+        if root is not None and any(1 in flat_param.reached for unit in root.units for flat_param in unit.flat_params):
             _reduce_kept(root)
 
     def __getattr__(self, name: str) -> NoReturn:

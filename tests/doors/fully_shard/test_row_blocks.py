@@ -16,8 +16,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fairshard.errors import ParameterShardedError, RanksDisagreeError
 from fairshard.nn import Owned, RowBlocks, fully_shard
-from fairshard.params.copied_out import CopiedOut
 from fairshard.utils.ragged_tensor import RaggedShard, RaggedTensor
+from fairshard.views.copied_out import CopiedOut
 from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import randn

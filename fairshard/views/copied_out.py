@@ -61,9 +61,16 @@ class Beside:
 
 
 class CopiedOut(Gathered):
-    """A buffer, this rank's ``row`` of it, and the line to which parameters are copied."""
+    """A buffer, this rank's ``row`` of it, and the line to which parameters are copied.
 
-    def __init__(self, gather: Gather, buffer: Tensor, row: Tensor, beside: Beside) -> None:
+    ``together``: all that one gather fills, in order, to which this one is added; their buffers are columns of one.
+    """
+
+    _gathering: Transfer | None = None  # the last gather into the buffer; copied out of it once waited for
+
+    def __init__(
+        self, gather: Gather, buffer: Tensor, row: Tensor, beside: Beside, together: list[CopiedOut] | None = None
+    ) -> None:
         super().__init__(gather, buffer, row, beside.params)
         self.kept_line, self._sources, self._targets = beside.line, beside.sources, beside.targets
         self._own_storage, self._line_nbytes = beside.line.untyped_storage(), beside.line.nbytes
@@ -73,14 +80,9 @@ class CopiedOut(Gathered):
         has_shapes = all(a.shape == b.shape for a, b in zip(beside.sources, beside.targets, strict=True))
         # Each parameter fills its columns: one kernel copies all.
         self._widths = [source.size(1) for source in beside.sources] if is_filled and has_shapes else None
-        self._is_to_copy = False
-        self._together: Sequence[CopiedOut] = [self]  # all that one gather fills, in order
+        self._together: list[CopiedOut] = [] if together is None else together
+        self._together.append(self)
         free_storage_(self.kept_line)
-
-    def share(self, buffer: Tensor, together: Sequence[CopiedOut]) -> None:
-        """Share one gather into ``buffer`` with all of ``together``; `buffer` is a block of columns of it."""
-        self._together = together
-        self._storage, self._nbytes = buffer.untyped_storage(), buffer.nbytes
 
     def start(self, own: Tensor | None, tag: int) -> None:
         """Start gathering into the buffer. **Collective.**"""
@@ -88,33 +90,31 @@ class CopiedOut(Gathered):
         if copies is not None:
             copies.free_if(self._storage)
         super().start(own, tag)
-        self._is_to_copy = True
+        self._gathering = self.transfer
         if copies is not None and self is self._together[-1]:
             copies.free()
             stream, gathers = copies.stream, now(self.buffer.device)
             with stream.use():
                 stream.wait(gathers)  # which have waited for the memory freed last: the line's comes from it
                 for each in self._together:
-                    if each._is_to_copy:
-                        each._copy_out()
-                        each.transfer = Transfer((stream.record(),), self.kept_line)
+                    each._copy_out()
+                    each.transfer = Transfer((stream.record(),), self.kept_line)
             copies.keep(self._storage, stream.record())
 
     def wait(self) -> None:
         """Wait for the running gather, if any, and copy the parameters out."""
-        if self._is_to_copy:
+        if self.transfer is not None and self.transfer is self._gathering:
             self._copy_out()
         super().wait()
 
     def free(self) -> None:
         """Wait for the running gather, if any, and free all memory."""
         super().free()
-        self._is_to_copy = False
         self._own_storage.resize_(0)
 
     def _copy_out(self) -> None:
         assert self.transfer is not None
-        transfer, self.transfer, self._is_to_copy = self.transfer, None, False
+        transfer, self.transfer = self.transfer, None
         transfer.wait()
         self._own_storage.resize_(self._line_nbytes)
         if self._widths is not None:
