@@ -189,7 +189,7 @@ class Backward:
         self._is_broken = is_broken
 
     def _gather(self, unit: Unit) -> None:
-        unit.on(Event.NEEDED, in_backward=True)
+        unit.on(Event.NEEDED)
         if unit in self._plan.own.unseen:
             unit.wait_unshard()  # nothing will show when autograd gets there
         if unit.root.shared.bucketer.due:

@@ -290,7 +290,7 @@ class Plan:
         """Build the schedule, or reuse that of the last backward if nothing has changed."""
         owed, last, reached = self._note_owed(self.agreed.leaves), self.own.last, self.agreed.calls
         rules = [  # all that `_rule` looks at
-            (unit.unshard_in_backward, unit.rule, unit.keeps, unit.is_outermost, [*map(ref, unit.prefetch.backward)])
+            (unit.unshard_in_backward, unit.rule, unit.keeps, [*map(ref, unit.ahead_in_backward)])
             for unit in self.units
         ]
         resident = resident or bytes(map(holds_for_all, self.units))
@@ -325,14 +325,13 @@ class Plan:
         return bytes(owed)
 
     def _rule(self, unit: Unit) -> UnitRule:
-        ahead = unit.prefetch.backward
+        ahead = unit.ahead_in_backward
         number = {other: place for place, other in enumerate(self.units)} if ahead else {}
         named = tuple(number[other] for other in ahead if other in number)
-        keeps = unit.is_outermost or not unit.keeps.reshard_after_forward
         return UnitRule(
             unit.unshard_in_backward,
             unit.keeps.reshard_after_backward,
-            unit.rule.keeps_across_passes or not keeps,
+            unit.rule.keeps_across_passes or unit.keeps.reshard_after_forward,
             unit.rule.prefetches_late,
             None if unit.rule.prefetches_in_backward and not named else named,
         )

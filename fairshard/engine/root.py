@@ -145,7 +145,10 @@ class Engine:
         for call_enters in unit.root.listeners["call_enters"]:
             call_enters(unit)
         unit.on(Event.ENTER)
-        for other in unit.prefetch.in_forward(running.following.enter(unit)):
+        ahead, predicted = unit.ahead_in_forward, running.following.enter(unit)
+        if predicted is not None and unit.predicts_forward and not ahead:
+            ahead = (predicted,)
+        for other in ahead:
             if other.root in running.roots:
                 other.on(Event.ENTER)
         unit.wait_unshard()
@@ -183,7 +186,7 @@ class Engine:
         outputs = apply_to_all(unit.copied_out, outputs, objects)
         if hooks is None:
             return outputs
-        if objects is None and not unit.is_hidden and not unit.has_hidden:
+        if objects is None and not unit.has_hidden:
             unit.has_hidden = True
             warnings.warn(
                 f"Unit `{unit.fqn or 'root'}` returned {type(outputs).__name__}, which holds objects that fairshard "

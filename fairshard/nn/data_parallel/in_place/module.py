@@ -164,7 +164,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         Raises:
             ValueError: ``modules`` holds something that is not an FSDPModule.
         """
-        self._fairshard_unit.prefetch.forward = units_of(modules, "FSDPModule", ValueError)
+        self._fairshard_unit.ahead_in_forward = units_of(modules, "FSDPModule", ValueError)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:  # type: ignore[override]
         """Gather ``modules`` when the backward reaches this one, instead of the unit that it would reach next.
@@ -172,7 +172,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         Raises:
             ValueError: ``modules`` holds something that is not an FSDPModule.
         """
-        self._fairshard_unit.prefetch.backward = units_of(modules, "FSDPModule", ValueError)
+        self._fairshard_unit.ahead_in_backward = units_of(modules, "FSDPModule", ValueError)
 
     def set_forward_prefetch(self, enable: bool, *, recurse: bool = True) -> None:
         """False: as in PyTorch, the forward gathers ahead only modules set by `set_modules_to_forward_prefetch`.
@@ -182,7 +182,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         """
         check_flag("enable", enable)
         for unit in _units_of(self, recurse):
-            unit.prefetch.predicts_forward = enable
+            unit.predicts_forward = enable
 
     # ---- gradients
 
