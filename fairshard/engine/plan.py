@@ -31,7 +31,7 @@ def holds_for_all(unit: Unit) -> bool:
 
     With one rank a gather costs nothing, and ranks that hold replicas of it may differ.
     """
-    return unit.is_gathered and unit.root.shards[unit] > 1
+    return unit.is_gathered and unit.comm.world_size > 1
 
 
 @dataclass(eq=False)
@@ -156,8 +156,8 @@ class Proposal:
         made.digests = [self._digest_calls(one, made) for one in made.peers]
         return made
 
-    def _peers_of(self, comm: Communicator, made: Calls) -> Peers:
-        talks = [comm in unit.root.comms_of[unit] and unit.has_shards for unit in self.units]
+    def _peers_of(self, comm: Communicator, made: Known) -> Peers:
+        talks = [comm in (unit.comm, unit.replicas) and unit.has_shards for unit in self.units]
         common = [one.is_common for one in self.passes]
         calls = [call for call, place in enumerate(made.places) if talks[place.unit] and common[place.forward]]
         leaves: list[int] = []
@@ -186,7 +186,7 @@ class Proposal:
         """A hash of what must be the same on all ranks: the ``calls``, ``no_sync``, and what observers know."""
         numbers = [calls]
         for root in self.roots:
-            numbers += [unit.sync for unit in root.units if peers.comm in root.comms_of[unit]]
+            numbers += [unit.sync for unit in root.units if peers.comm in (unit.comm, unit.replicas)]
             numbers += root.history(peers.comm)
         return _hash(numbers)
 

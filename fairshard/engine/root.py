@@ -365,8 +365,6 @@ class Engine:
         while backward is not None:
             roots |= dict.fromkeys(backward.roots)
             self._release(backward)
-            for root in backward.roots:
-                root.num_interrupted += 1
             backward.abandon()
             backward = backward.outer
         for root in roots:
@@ -422,10 +420,10 @@ class Root:
     Attributes:
         number: number of the model among those of its `engine`; equal on all ranks.
         observers: are told of every event; ``listeners``: for each event, their methods.
-        comms_of: the groups in which each unit communicates; ``shards``: the number of ranks that it is cut among.
+        comms: the groups in which the units communicate.
         order: what its passes have called last; ``kept``: what its backwards have planned last.
         record: the passes that it has begun.
-        backward: the innermost that goes through it, running or interrupted; ``num_interrupted``: how many have raised.
+        backward: the innermost that goes through it, running or interrupted.
         is_alone: its backwards go through no other model; for those who describe them to other ranks.
         is_last_backward: if False, units that the next backward does not reach stay gathered for the one after it.
         join: lets ranks that have run out of batches take part; set by those who offer it.
@@ -433,24 +431,18 @@ class Root:
 
     def __init__(
         self, number: int, units: list[Unit], shared: Shared, comms: Sequence[Communicator],
-        comms_of: dict[Unit, Communicators], observers: Sequence[Observer],
+        observers: Sequence[Observer],
     ) -> None:  # fmt: skip
         self.number, self.units, self.shared, self.comms = number, units, shared, list(comms)
-        self.comms_of = {unit: {own.shard, own.replicas} for unit, own in comms_of.items()}
-        self.shards = {unit: own.shard.world_size for unit, own in comms_of.items()}
-        self.observers: list[Observer] = []
-        self.listeners: dict[str, list[Callable[..., None]]] = {}
         self.tell(observers)
         self.order: ForwardOrder[Unit] = ForwardOrder()
         self.kept: list[Last] = []
         self.record: Record[Unit] = Record()
         self.backward: Backward | None = None
-        self.num_interrupted = 0
         self.engine = engine_of(comms, shared.device)
         self.engine.roots.add(self)
         self.is_last_backward, self.is_alone = True, False
         self.join: Any = None
-        self._is_cut = any(own.shard.world_size > 1 for own in comms_of.values())
         self._reads_host_memory = any(fp.shows.on_cpu for unit in units for fp in unit.flat_params)
         self._stream = current_stream(shared.device) if shared.is_asynchronous else None
 
@@ -459,24 +451,13 @@ class Root:
             self.shared.drop()
 
     @property
-    def device(self) -> torch.device:
-        """Where the model computes."""
-        return self.shared.device
-
-    @property
     def is_common(self) -> bool:
         """Whether a pass needs all ranks; under ``no_sync`` with unsharded parameters, ranks may run any passes."""
-        return self._is_cut or any(unit.sync for unit in self.units)
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward is running, or has raised and was not cleaned up yet."""
-        return self.backward is not None
+        return any(unit.sync or unit.comm.world_size > 1 for unit in self.units)
 
     def tell(self, observers: Sequence[Observer]) -> None:
         """Tell ``observers`` of every event from now on."""
-        self.observers[:] = observers
-        self.listeners.update(listening(self.observers))
+        self.observers, self.listeners = list(observers), listening(observers)
 
     # ---- passes
 
@@ -488,11 +469,11 @@ class Root:
         """
         is_inner = unit is not self.units[0] and not torch.is_grad_enabled()  # then the outermost may be summoned
         assert_none_summoned(self.units[is_inner:], "forward")
-        if self._stream is not None and current_stream(self.device) != self._stream:
+        if self._stream is not None and current_stream(self.shared.device) != self._stream:
             raise TrainingStateError(
                 f"A sharded model must run on one stream, {self._stream}, that of its first forward, but unit "
-                f"`{unit.fqn or 'root'}` was called on another one, {current_stream(self.device)}. Enter the stream "
-                "before the first forward."
+                f"`{unit.fqn or 'root'}` was called on another one, {current_stream(self.shared.device)}. Enter the "
+                "stream before the first forward."
             )
         for pass_begins in self.listeners["pass_begins"]:
             pass_begins(unit, is_trained)
@@ -556,29 +537,15 @@ class Root:
 
     def history(self, comm: Communicator) -> tuple[int, ...]:
         """Numbers that are equal on all ranks of ``comm`` if these have run the same things so far."""
-        return self.num_interrupted, *(number for each in self.observers for number in each.facts(comm))
-
-    @property
-    def state(self) -> dict[str, str]:
-        """In words, what must be the same on all ranks between passes."""
-        unsynced = [f"`{unit.fqn or 'root'}`" for unit in self.units if not unit.sync][:3] or ["none"]
-        return {
-            "backwards that have raised": str(self.num_interrupted),
-            "units under no_sync": ", ".join(unsynced),
-        }
+        return tuple(number for each in self.observers for number in each.facts(comm))
 
     def difference(self) -> RanksDisagreeError:
         """The error for ranks that have run different things, unless an observer raises one. **Collective.**"""
         for observer in self.observers:
-            observer.ranks_differ(self.state)
+            observer.ranks_differ()
         return RanksDisagreeError("Every rank must run the same units in the same order, but they differ.")
 
     # ---- state
-
-    @property
-    def is_between_passes(self) -> bool:
-        """Whether no forward and no backward is running."""
-        return self.engine.is_between_passes
 
     def assert_idle(self, what: str, units: list[Unit] | None = None) -> None:
         """Raise if a pass is running in one of ``units``; None: all units.

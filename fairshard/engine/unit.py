@@ -31,8 +31,8 @@ class Unit:
 
     Attributes:
         root: the `Root` of its model; None before the first forward.
-        comm: the ranks that the parameters are cut among; like ``parts``, ``registered`` and ``buffers``
-            set together with ``root``.
+        comm: the ranks that the parameters are cut among; ``replicas``: those that hold the same piece, or None; like
+            ``parts``, ``registered`` and ``buffers`` set together with ``root``.
         parts: of each flat param, what stays gathered among a few ranks; empty if not configured.
         registered: what the modules have registered.
         buffers: the modules' buffers in ``buffer_dtype``, if that is set.
@@ -50,7 +50,8 @@ class Unit:
 
     # Set from the first forward on; copies begin with these.
     root: Any = None
-    comm: Communicator | None = None
+    comm: Any = None
+    replicas: Communicator | None = None
     parts: Sequence[KeptPart] = ()
     registered = Registered()
     buffers: ComputeBuffers | None = None
@@ -99,7 +100,7 @@ class Unit:
     def materialize(self, root: Any, shared: Shared, comms: Communicators, modules: list[nn.Module]) -> None:
         """Create what the first forward needs; ``modules`` are those that no inner unit owns."""
         self.root, self.shared = root, shared
-        self.comm = comms.shard
+        self.comm, self.replicas = comms.shard, comms.replicas
         self.device = shared.device
         for flat_param in self.flat_params:
             flat_param.materialize(comms, self.rule, shared.transfers, self._leaf_hook())

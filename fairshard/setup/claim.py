@@ -80,7 +80,6 @@ def claim(module: nn.Module) -> Root:
         units,
         Shared(device, units[0].config.bucket_cap_mb),
         distinct,
-        comms,
         [
             UsageCheck(units),
             ValuesCheck(units),

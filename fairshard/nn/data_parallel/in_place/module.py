@@ -100,7 +100,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         root = root_of(self)
         root.engine.drop_interrupted(root)
         unit = self._fairshard_unit
-        if root.is_between_passes:
+        if root.engine.is_between_passes:
             root.shared.await_step()
             unit.is_pinned = True
         unit.on(Event.UNSHARD)
