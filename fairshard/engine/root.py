@@ -79,12 +79,13 @@ class Engine:
     @property
     def is_between_passes(self) -> bool:
         """Whether no forward and no backward is running."""
-        return self._running is None and self._backward() is None
+        return self._running is None and self.backward is None
 
     @property
     def backward(self) -> Backward | None:
-        """The running backward, or one that has raised and was not cleaned up yet."""
-        return self._backward()
+        """The running backward."""
+        backward = self._backward()
+        return None if backward is None or self.is_over(backward) else backward
 
     @property
     def passes(self) -> list[Pass[Unit]]:
@@ -258,7 +259,7 @@ class Engine:
     def reach_leaf(self, unit: Unit) -> None:
         """The gradient of a leaf of ``unit`` is ready, and the backward has not reached the unit through an output."""
         backward = self.backward
-        if backward is None or backward.task() is None:
+        if backward is None:
             try:
                 backward = self._start_backward(unit.root, is_restricted=False)
             except BaseException:
@@ -287,7 +288,7 @@ class Engine:
 
     def _end_backward(self) -> None:
         """The graph task of the running backward is over."""
-        backward = self.backward
+        backward = self._backward()
         assert backward is not None
         leaves = backward.finish()
         for root in backward.roots:
@@ -346,21 +347,16 @@ class Engine:
 
         One that went only through other models waits until these are used, because other ranks may have dropped them.
         """
-        backward = self.backward
-        if backward is not None and self.is_over(backward):
+        running = self.backward
+        if running is None:
             self._backward = _NONE
-        if self._waits(root):
+        while running is not None and running is not root.backward:
+            running = running.outer
+        if running is not root.backward:
             self._abandon(root.backward)
 
-    def _waits(self, root: Root) -> bool:
-        """Whether a backward through ``root`` has raised, and was not cleaned up yet."""
-        backward = self.backward if root.backward is not None else None
-        while backward is not None and backward is not root.backward:
-            backward = backward.outer
-        return backward is not root.backward
-
-    def _abandon(self, backward: Backward | None) -> dict[Root, None]:
-        """Clean up after ``backward`` and those around it; returns their models."""
+    def _abandon(self, backward: Backward | None) -> None:
+        """Clean up after ``backward`` and those around it."""
         roots: dict[Root, None] = {}
         while backward is not None:
             roots |= dict.fromkeys(backward.roots)
@@ -369,16 +365,16 @@ class Engine:
             backward = backward.outer
         for root in roots:
             root.drop_pass(in_backward=True)
-        return roots
 
-    def reset(self) -> None:
-        """Clean up after a pass that raised, in all models that it went through. **Collective** after a backward."""
+    def reset(self, root: Root) -> None:
+        """Clean up after a pass of ``root`` that raised, in all models that it went through.
+
+        **Collective** after a backward.
+        """
         running, self._running = self._running, None
-        backward, self._backward = self.backward, _NONE
-        dropped = self._abandon(backward)
-        for root in running.roots if running is not None else self.roots if backward is None else ():
-            if root not in dropped:
-                root.drop_pass(in_backward=backward is not None)
+        self._abandon(root.backward)
+        for each in [root] if running is None else running.roots:
+            each.drop_pass(in_backward=False)
 
     def _take_thread(self, unit: Unit) -> None:
         """Raise if another thread is in a pass: one of the two would free units under the other.
@@ -389,7 +385,7 @@ class Engine:
         own = threading.get_ident()
         if self._thread == own or current_task() != NO_BACKWARD:
             return  # a backward may recompute units on a thread of its own
-        if self._running is not None or (self.backward is not None and self.backward.task() is not None):
+        if not self.is_between_passes:
             raise TrainingStateError(
                 "A sharded model must run on one thread at a time, because ranks gather its units in one order, but "
                 f"unit `{unit.fqn or 'root'}` was called on thread {threading.current_thread().name} while another "

@@ -118,7 +118,7 @@ class Join(Observer):
         """The block is over: from now on all ranks run the same passes."""
         root = self._root
         if self._is_in_backward:
-            root.engine.reset()
+            root.engine.reset(root)
         self._restore_divisions()
         if self.was_short:
             for unit in root.units:
@@ -259,7 +259,7 @@ class Join(Observer):
     def _join_forward(self) -> None:
         root = self._root
         if self._is_in_backward:  # the backward raised on the other ranks, which go on
-            root.engine.reset()
+            root.engine.reset(root)
             self._is_in_backward = False
         self._is_inside = True
         OrderCheck.of(root).watch()

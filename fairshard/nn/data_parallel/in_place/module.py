@@ -217,7 +217,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
                 "`reset_iter_state` must be called on the outermost sharded module, but this is "
                 f"`{self._fairshard_unit.fqn}`. Call it on the model."
             )
-        root.engine.reset()
+        root.engine.reset(root)
 
     def set_device_mesh(self, mesh: DeviceMesh) -> None:
         """After unpickling, use ``mesh`` for this module and all below it; otherwise all ranks are used.
