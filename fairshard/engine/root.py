@@ -19,7 +19,7 @@ from torch import Tensor
 from fairshard.engine.backward import Backward, problem_of
 from fairshard.engine.call_hooks import CallHooks, Probe
 from fairshard.engine.observer import Observer, listening
-from fairshard.engine.plan import Last, Plan, agree_on_plan, roots_of
+from fairshard.engine.plan import Known, Plan, agree_on_plan, roots_of
 from fairshard.engine.record import CallRecord, Following, ForwardOrder, Pass, Record, Sight, Token
 from fairshard.engine.residency import Event, State
 from fairshard.engine.shared import Shared
@@ -285,6 +285,14 @@ class Engine:
         for root in backward.reached[1:]:
             root.begin_backward(passes)
         return backward
+        self._finish(backward)
+        self._leave_backward(backward)
+        for root in backward.reached:
+            root.notify_end(backward)
+
+    @staticmethod
+    def _finish(backward: Backward) -> None:
+        """Walk to the end, and write all gradients. **Collective.**"""
 
     def _end_backward(self) -> None:
         """The graph task of the running backward is over."""
@@ -292,12 +300,9 @@ class Engine:
         assert backward is not None
         leaves = backward.finish()
         for root in backward.roots:
-            root.end_backward(backward)  # may raise what a user's hook on gradients raises: then `reset` follows
+            root.end_backward(backward)  # may raise what a user's hook on gradients raises
         if leaves is not None:
             backward.retract(leaves)
-        self._leave_backward(backward)
-        for root in backward.reached:
-            root.notify_end(backward)
 
     def is_over(self, backward: Backward) -> bool:
         """Whether the graph task of ``backward`` has ended.
@@ -316,8 +321,7 @@ class Engine:
         backward = Backward(root, plan)
         self._set_backward(backward, plan)
         try:
-            backward.follow()
-            root.finish_grads()
+            self._finish(backward)
         finally:
             self._leave_backward(backward)
 
@@ -432,7 +436,7 @@ class Root:
         self.number, self.units, self.shared, self.comms = number, units, shared, list(comms)
         self.tell(observers)
         self.order: ForwardOrder[Unit] = ForwardOrder()
-        self.kept: list[Last] = []
+        self.kept: list[Known] = []
         self.record: Record[Unit] = Record()
         self.backward: Backward | None = None
         self.engine = engine_of(comms, shared.device)
