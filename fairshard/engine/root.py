@@ -27,8 +27,8 @@ from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError, TrainingStateError
 from fairshard.utils.autograd import NO_BACKWARD, current_checkpoint, current_task, is_recorded_later
-from fairshard.utils.collectives import Communicator, Communicators
-from fairshard.utils.nested import apply_to_all, cast_inputs_to_fp16, plain_objects
+from fairshard.utils.collectives import Communicator
+from fairshard.utils.nested import apply_to_all, plain_objects
 from fairshard.utils.streams import current_stream
 from fairshard.utils.user_line import level_of_user
 
@@ -98,16 +98,13 @@ class Engine:
 
     # ---- forward
 
-    def enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, CallHooks | None]:
-        """A call of ``unit`` begins: gather, prefetch, cast the inputs; returns them and, with a graph, the hooks."""
+    def enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallHooks | None:
+        """A call of ``unit`` begins: gather, prefetch; returns the hooks, if the call has a graph."""
         self._take_thread(unit)
         self.drop_interrupted(unit.root)
-        hooks = None
-        if self.runs_again(unit):
-            assert self.backward is not None
-            self.backward.recompute(unit)
-            if unit.input_dtype is not None:
-                args, kwargs = cast_inputs_to_fp16(*args, dtype=unit.input_dtype, **kwargs)
+        backward, hooks = self._backward(), None
+        if backward is not None and self.runs_again(unit):
+            backward.recompute(unit)
         else:
             if self._running is None:
                 self._running = _Running(unit.root, torch.is_grad_enabled())
@@ -115,14 +112,12 @@ class Engine:
                 hooks = self._enter(self._running, unit)
                 if hooks is not None:
                     hooks.see_inputs(args, kwargs)
-                if unit.input_dtype is not None:
-                    args, kwargs = cast_inputs_to_fp16(*args, dtype=unit.input_dtype, **kwargs)
             except BaseException:
                 self._leave(self._running, unit, completed=False)
                 raise
         unit.state = TrainingState.FORWARD
         unit.open()
-        return args, kwargs, hooks
+        return hooks
 
     def runs_again(self, unit: Unit) -> bool:
         """Whether a call of ``unit`` that begins or ends now belongs to the running backward."""
@@ -285,6 +280,11 @@ class Engine:
         for root in backward.reached[1:]:
             root.begin_backward(passes)
         return backward
+
+    def _end_backward(self) -> None:
+        """The graph task of the running backward is over."""
+        backward = self._backward()
+        assert backward is not None
         self._finish(backward)
         self._leave_backward(backward)
         for root in backward.reached:
@@ -293,11 +293,6 @@ class Engine:
     @staticmethod
     def _finish(backward: Backward) -> None:
         """Walk to the end, and write all gradients. **Collective.**"""
-
-    def _end_backward(self) -> None:
-        """The graph task of the running backward is over."""
-        backward = self._backward()
-        assert backward is not None
         leaves = backward.finish()
         for root in backward.roots:
             root.end_backward(backward)  # may raise what a user's hook on gradients raises
