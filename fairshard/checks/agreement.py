@@ -148,7 +148,7 @@ def _describe_place(unit: Unit, comm: Communicator) -> list[str]:
 def _describe(unit: Unit) -> list[str]:
     config = unit.config
     place = f"unit `{unit.fqn or 'root'}`"
-    ahead = {"forward": unit.prefetch.forward, "backward": unit.prefetch.backward}
+    ahead = {"forward": unit.ahead_in_forward, "backward": unit.ahead_in_backward}
     lines = [f"{place} with {field.name}={getattr(config, field.name)}" for field in fields(config)]
     if unit.members is not None:
         lines.append(f"{place} of {len(unit.members.modules)} modules, outputs in {unit.members.output_dtype}")

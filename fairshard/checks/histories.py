@@ -40,7 +40,7 @@ def check_histories(module: nn.Module, every: Sequence[Histories], group: dist.P
         if len({one[key] for one in every if key in one}) > 1:
             mine = {_key(fqn, comm): root for root, fqn in _roots(module).items() for comm in _real(root)}
             root = mine.get(key)
-            own = root and (dist.get_rank(), OrderCheck.of(root).recorded(root.state))
+            own = root and (dist.get_rank(), OrderCheck.of(root).recorded())
             entries: list[Any] = gather_objects(own, group)
             raise difference_among(dict(entry for entry in entries if entry is not None))
 

@@ -217,7 +217,7 @@ def check_gradients(optimizer: Optimizer) -> None:
         PartialGradientError: naming the first such shard.
         PendingGradientError: naming the first such shard.
     """
-    if any(root.in_backward for root in every_root()):
+    if any(root.backward is not None for root in every_root()):
         for root in _stepped_roots(optimizer):
             root.engine.drop_interrupted(root)
     for group in optimizer.param_groups:

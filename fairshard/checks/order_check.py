@@ -118,7 +118,7 @@ class OrderCheck(Observer):
         self.in_join = False  # some ranks may have no batches left, ...
         self.is_partial = False  # ... and some have none
         self.has_begun = False  # a forward has been run
-        self.num_forwards = self.num_steps = 0
+        self.num_forwards = self.num_steps = self.num_interrupted = 0
         self.step = 1
         self.noted: list[int] = []  # the running step, or a pass that is not compared
         self._trained = self.noted
@@ -213,6 +213,7 @@ class OrderCheck(Observer):
 
     def interrupted(self, in_backward: bool) -> None:
         """Drop the record of an interrupted pass, which may be run again."""
+        self.num_interrupted += in_backward
         self.noted = self._trained
         del self.noted[self._kept :]
         self._phase = f"after a pass of step {self.step} that raised"
@@ -225,10 +226,10 @@ class OrderCheck(Observer):
         order = self._orders.get(comm, GatherOrder())
         gathers = self._gathers.get(comm, 0), order.hash, self._places.get(comm, 0)
         params = self._params_of.get(comm, ())
-        in_backward = self._units[0].root.in_backward  # which goes by the flags of the forward
+        in_backward = self._units[0].root.backward is not None  # which goes by the flags of the forward
         flags = map(_TRAINED, params) if in_backward else (flat_param.shows.wanted() for flat_param in params)
         trained = 0 if self.in_join else zlib.crc32(b"".join(flags))
-        return self.step, self.num_forwards, self.num_steps, trained, *gathers
+        return self.num_interrupted, self.step, self.num_forwards, self.num_steps, trained, *gathers
 
     def _frozen(self) -> str:
         """How many parameters are frozen, and which are first."""
@@ -241,22 +242,28 @@ class OrderCheck(Observer):
         ]
         return f"{len(names)} ({', '.join(names[:_MAX_NAMED])})" if names else "none"
 
-    def recorded(self, state: dict[str, str]) -> Recorded:
-        """What this rank has run since the last step; ``state``: what else must be the same on all ranks, in words."""
+    def recorded(self) -> Recorded:
+        """What this rank has run since the last step, and what else must be the same on all ranks."""
         gathered = [noted for order in self._orders.values() for noted in order.noted]
         places = ", ".join(map(str, self._places.values()))
-        counts = {"optimizer steps": str(self.num_steps), "forwards with gradients": str(self.num_forwards)}
-        counts["frozen parameters"] = self._frozen()
-        counts["places of the model in the order in which models ran first"] = places
-        return Recorded(self._phase, Place("", self.step, self._words(self._trained)), gathered, state | counts)
+        unsynced = [f"`{unit.fqn or 'root'}`" for unit in self._units if not unit.sync][:3] or ["none"]
+        state = {
+            "backwards that have raised": str(self.num_interrupted),
+            "units under no_sync": ", ".join(unsynced),
+            "optimizer steps": str(self.num_steps),
+            "forwards with gradients": str(self.num_forwards),
+            "frozen parameters": self._frozen(),
+            "places of the model in the order in which models ran first": places,
+        }
+        return Recorded(self._phase, Place("", self.step, self._words(self._trained)), gathered, state)
 
-    def ranks_differ(self, state: dict[str, str]) -> NoReturn:
-        """Raise, because ranks have run different things; ``state``: see `recorded`. **Collective.**
+    def ranks_differ(self) -> NoReturn:
+        """Raise, because ranks have run different things. **Collective.**
 
         Raises:
             RanksDisagreeError: with the first unit in which ranks differ, or with the states if the units agree.
         """
-        known = {dist.get_rank(): self.recorded(state)}
+        known = {dist.get_rank(): self.recorded()}
         for comm in self._comms:
             for others in comm.gather_objects(known):
                 known.update(others)

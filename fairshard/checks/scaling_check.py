@@ -149,7 +149,7 @@ def _difference(comms: Iterable[Communicator], has_found: bool) -> dict[int, boo
             continue
         if any(root.join is not None for root in own):
             return {comm.rank: has_found}  # ranks that have run out of batches would not take part
-        every = [bool(values[0]) for values in gather_scalars([float(has_found)], comm.group, own[0].device)]
+        every = [bool(values[0]) for values in gather_scalars([float(has_found)], comm.group, own[0].shared.device)]
         if len(set(every)) > 1 and not found:
             found = dict(enumerate(every))
     return found

@@ -33,7 +33,7 @@ from fairshard.params.shard_grad import unexpected_error
 from fairshard.utils.autograd import at_end_of_task
 from fairshard.utils.dynamo import not_traced, set_tracer
 
-_AT, _LAST_MARK, _GATHER, _SEND, _FREE = Kind.AT, Kind.RECOMPUTE, Kind.GATHER, Kind.SEND, Kind.FREE
+_AT, _GATHER, _SEND, _FREE = Kind.AT, Kind.GATHER, Kind.SEND, Kind.FREE
 
 
 class _Task:
@@ -75,16 +75,10 @@ class Backward:
         self._is_broken = False  # an error is raised in the middle of a step
         self.task: Callable[[], object] = _no_task if on_end is None else _hold(self.used, on_end)
 
-    def follow(self) -> None:
-        """Serve the whole backward on a rank that computes nothing, and send only the gradients that it has kept."""
-        self.finish()
-        for unit in self.units:
-            unit.end_backward(awaited=False)
-
     @property
     def sends(self) -> bool:
         """Whether any gradient is sent or kept."""
-        return self._plan.sends
+        return 1 in self._plan.agreed.leaves
 
     def lists(self, unit: Unit) -> bool:
         """Whether ``unit`` is in the schedule, or was reached outside of it."""
@@ -102,7 +96,7 @@ class Backward:
         unit = call.unit
         position = self._plan.schedule.at.get(call.index, -1) if self.covers(call) else -1
         if position > self._passed:
-            segment = self._plan.segment_of(call)
+            segment = self._plan.own.known.places[call.index].segment
             if segment in self._plan.own.segments and not self._run_again.get(segment):
                 position = self._plan.schedule.recompute[segment]  # AT follows when it has run again
             self._walk(position)
@@ -163,17 +157,17 @@ class Backward:
     def _walk(self, position: int, is_serving: bool = False) -> None:
         """Execute all steps up to the mark at ``position``, then those after it up to this rank's next mark.
 
-        ``is_serving``: after an exception; no mark stops, and observers are not told.
+        ``is_serving``: after an exception; this rank computes with no unit, and observers are not told.
         """
         self._passed = max(self._passed, position)
         plan, passed = self._plan, self._passed
-        steps, stops = plan.schedule.steps, plan.stops
+        steps = plan.schedule.steps
         is_broken, self._is_broken = self._is_broken, True
         end = len(steps)
         while self._cursor < end:
             cursor = self._cursor
             kind, number, call = steps[cursor]
-            if kind <= _LAST_MARK and cursor > passed and stops[cursor] and not is_serving:
+            if cursor > passed and cursor in plan.stops:
                 break
             self._cursor = cursor + 1
             unit = self.units[number]
@@ -191,7 +185,7 @@ class Backward:
         self._is_broken = is_broken
 
     def _gather(self, unit: Unit) -> None:
-        unit.on(Event.NEEDED, in_backward=True)
+        unit.on(Event.NEEDED)
         if unit in self._plan.own.unseen:
             unit.wait_unshard()  # nothing will show when autograd gets there
         if unit.root.shared.bucketer.due:

@@ -13,7 +13,7 @@ They live as long as the graph: once the last output is dropped, no backward can
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -30,26 +30,20 @@ from fairshard.utils.dynamo import not_traced, set_tracer
 from fairshard.utils.nested import apply_to_tensors
 
 
-class Listener(Protocol):
-    """Is notified when a backward reaches a call."""
-
-    def reach(self, probe: Probe) -> None:
-        """The backward has reached the output that ``probe`` is attached to."""
-
-
 class CallHooks:
     """The hooks of one call; created before the unit computes.
 
     Attributes:
+        engine: is told when a backward reaches an output.
         record: the call's place in its pass, a `CallRecord`.
         token: keeps the pass alive.
         probes: weak references to the hooks.
     """
 
-    __slots__ = ("__weakref__", "_began", "_inputs", "_leaves", "listener", "probes", "record", "token")
+    __slots__ = ("__weakref__", "_began", "_inputs", "_leaves", "engine", "probes", "record", "token")
 
-    def __init__(self, listener: Listener, record: Any, token: Any) -> None:
-        self.listener, self.record, self.token = listener, record, token
+    def __init__(self, engine: Any, record: Any, token: Any) -> None:
+        self.engine, self.record, self.token = engine, record, token
         self.probes: list[weakref.ref[Probe]] = []
         self._began = newest_node()  # no graph node of the call has a smaller sequence number
         self._inputs: list[Any] = []  # graph nodes of the inputs, until the outputs are known
@@ -129,7 +123,7 @@ class Probe:
         """The backward has reached the output."""
         tracer = set_tracer(None)
         try:
-            self.hooks.listener.reach(self)
+            self.hooks.engine.reach(self)
         finally:
             set_tracer(tracer)
 

@@ -8,14 +8,17 @@ from typing import Any
 from fairshard.engine.root import Engine
 from fairshard.engine.unit import Unit
 from fairshard.utils.async_tensors import waited
+from fairshard.utils.nested import cast_inputs_to_fp16
 
 
 def call_in(unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``function(*args, **kwargs)`` as a forward of ``unit``, which has joined a root. **Collective.**"""
     engine: Engine = unit.root.engine
-    args, kwargs, hooks = engine.enter(unit, args, kwargs)
-    args, kwargs = waited(args, kwargs)
+    hooks = engine.enter(unit, args, kwargs)
     try:
+        if unit.input_dtype is not None:
+            args, kwargs = cast_inputs_to_fp16(*args, dtype=unit.input_dtype, **kwargs)
+        args, kwargs = waited(args, kwargs)
         outputs = function(*args, **kwargs)
     except BaseException:
         engine.abort(unit)

@@ -49,11 +49,8 @@ class Observer:
         """Numbers that must be the same on all ranks of ``comm`` when a backward begins."""
         return ()
 
-    def ranks_differ(self, state: dict[str, str]) -> None:
-        """The ranks have run different things: raise an error that says what. **Collective.**
-
-        ``state``: what else must be the same on all ranks, in words.
-        """
+    def ranks_differ(self) -> None:
+        """The ranks have run different things: raise an error that says what. **Collective.**"""
 
     def needs_all(self, what: str) -> None:
         """``what``, which needs all ranks, is called between passes."""

@@ -1,6 +1,6 @@
 """Planning a backward: what this rank reaches, what all ranks agree on, and the schedule that follows from it.
 
-Most backwards are like the previous one. So the schedule and what depends on the calls alone (`Calls`) are kept for
+Most backwards are like the previous one. So the schedule and what depends on the calls alone (`Known`) are kept for
 the next backward; checking whether they still apply takes no Python call per unit.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from weakref import ref
 
 from fairshard.engine.exchange import ASSUMED, DIFFERENT, PROBLEM, Answers, Peers, agree_on
-from fairshard.engine.record import CallRecord, Pass, Sight
+from fairshard.engine.record import Pass, Sight
 from fairshard.engine.schedule import CallPlace, Schedule, UnitRule, build
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
@@ -31,20 +31,21 @@ def holds_for_all(unit: Unit) -> bool:
 
     With one rank a gather costs nothing, and ranks that hold replicas of it may differ.
     """
-    return unit.is_gathered and unit.root.shards[unit] > 1
+    return unit.is_gathered and unit.comm.world_size > 1
 
 
 @dataclass(eq=False)
-class Calls:
-    """The calls of the passes that await a backward, and what follows from them alone.
+class Known:
+    """What follows from the calls of the passes that await a backward, and the schedule of the last backward of them.
 
     Attributes:
-        key: everything that the other attributes were built from; keeps no model alive.
+        key: the calls, and everything else that the next attributes were built from; keeps no model alive.
         places: the place of each call.
         events: as in `Pass.events`, but numbered across all passes.
         empty: calls of units without elements; they may differ between ranks, and are in no schedule.
         peers: the groups of ranks that the calls concern; ``digests``: for each, a hash of its calls: their units,
             checkpoints and forwards.
+        schedule: the schedule; ``inputs``: what it was built from besides.
     """
 
     key: Any
@@ -53,36 +54,30 @@ class Calls:
     empty: set[int] = field(default_factory=set)
     peers: list[Peers] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
-
-
-@dataclass
-class Last:
-    """A backward's calls and schedule, kept for the next one, with the inputs the schedule was built from."""
-
-    calls: Calls
     schedule: Schedule = field(default_factory=Schedule)
-    key: Any = None
+    inputs: Any = None
 
 
 class Proposal:
-    """What this rank knows of a backward of ``passes`` through the models ``roots``, before the ranks agree.
+    """What this rank knows of a backward of ``passes``, which has reached the model ``first``, before the ranks agree.
 
     Attributes:
+        roots: the models that the passes go through, and the first.
         calls: the recorded calls, in the order of their numbers in the schedule.
         units: those of the models; their positions are their numbers in the schedule.
-        last: what is kept of a backward with the same calls.
+        known: what is kept of a backward with the same calls.
         answers: what this rank reaches.
         segments: the checkpoints that this rank runs again.
         unseen: units that it reaches, but not through hooks.
     """
 
-    def __init__(self, roots: Sequence[Any], passes: Sequence[Pass[Unit]], is_restricted: bool) -> None:
-        self.roots, self.passes = roots, passes
+    def __init__(self, passes: Sequence[Pass[Unit]], first: Any, is_restricted: bool) -> None:
+        self.roots, self.passes = roots_of(passes, first), passes
         self.calls = [call for one in passes for call in one.calls]
         for index, call in enumerate(self.calls):
             call.index = index
-        self.units = [unit for root in roots for unit in root.units]
-        self.last = self._last_of(roots[0].kept)
+        self.units = [unit for root in self.roots for unit in root.units]
+        self.known = self._known_of(self.roots[0].kept)
         self.answers = Answers(bytearray(len(self.calls)), alive=bytearray([one.is_alive for one in passes]))
         self.unseen: set[Unit] = set()
         self.segments: set[int] = set()
@@ -96,7 +91,7 @@ class Proposal:
         Raises:
             FairshardError: on every rank, if any has a problem.
         """
-        known, own = self.last.calls, self.answers
+        known, own = self.known, self.answers
         agreed = Answers(bytearray(own.calls), bytearray(own.leaves), bytearray(own.alive), own.flags)
         agreed.flags |= PROBLEM if problem is not None else 0
         agree_on(agreed, known.peers, list(map(self._digest, known.peers, known.digests)))
@@ -115,15 +110,15 @@ class Proposal:
         In all others ranks may differ: some have collected the garbage of a model, or have dropped one that raised.
         """
         keys = [(one.calls[0].unit.root.number, one.number) for one in self.passes]
-        places = zip(self.last.calls.places, self.answers.calls, strict=True)
+        places = zip(self.known.places, self.answers.calls, strict=True)
         found = [keys[place.forward] for place, is_reached in places if is_reached]
-        for peers in self.last.calls.peers:
+        for peers in self.known.peers:
             found = [key for keys_of_rank in peers.comm.gather_objects(found) for key in keys_of_rank]
         return [one for key, one in zip(keys, self.passes, strict=True) if key in found]
 
     # ---- the calls
 
-    def _last_of(self, kept: list[Last]) -> Last:
+    def _known_of(self, kept: list[Known]) -> Known:
         """What is kept of a backward with the same calls, or a new entry in ``kept``."""
         segments = {-1: -1}  # by their numbers, which grow, to 0, 1, ...
         key = (
@@ -133,12 +128,12 @@ class Proposal:
             [one.is_common for one in self.passes],
             [(ref(root), root.is_common) for root in self.roots],
         )
-        found = next((last for last in kept if last.calls.key == key), None) or Last(self._new_calls(key, segments))
-        kept[:] = [found, *(last for last in kept if last is not found)][:_MAX_KEPT]
+        found = next((one for one in kept if one.key == key), None) or self._new_known(key, segments)
+        kept[:] = [found, *(one for one in kept if one is not found)][:_MAX_KEPT]
         return found
 
-    def _new_calls(self, key: Any, segments: dict[int, int]) -> Calls:
-        made = Calls(key)
+    def _new_known(self, key: Any, segments: dict[int, int]) -> Known:
+        made = Known(key)
         number = {unit: index for index, unit in enumerate(self.units)}
         for forward, one in enumerate(self.passes):
             start = len(made.places)
@@ -154,8 +149,8 @@ class Proposal:
         made.digests = [self._digest_calls(one, made) for one in made.peers]
         return made
 
-    def _peers_of(self, comm: Communicator, made: Calls) -> Peers:
-        talks = [comm in unit.root.comms_of[unit] and unit.has_shards for unit in self.units]
+    def _peers_of(self, comm: Communicator, made: Known) -> Peers:
+        talks = [comm in (unit.comm, unit.replicas) and unit.has_shards for unit in self.units]
         common = [one.is_common for one in self.passes]
         calls = [call for call, place in enumerate(made.places) if talks[place.unit] and common[place.forward]]
         leaves: list[int] = []
@@ -167,7 +162,7 @@ class Proposal:
         return Peers(comm, calls, leaves, sorted({made.places[call].forward for call in calls}))
 
     @staticmethod
-    def _digest_calls(peers: Peers, made: Calls) -> int:
+    def _digest_calls(peers: Peers, made: Known) -> int:
         counted = set(peers.calls)
         numbers = [len(peers.leaves)]
         forwards: dict[int, int] = {}
@@ -184,7 +179,7 @@ class Proposal:
         """A hash of what must be the same on all ranks: the ``calls``, ``no_sync``, and what observers know."""
         numbers = [calls]
         for root in self.roots:
-            numbers += [unit.sync for unit in root.units if peers.comm in root.comms_of[unit]]
+            numbers += [unit.sync for unit in root.units if peers.comm in (unit.comm, unit.replicas)]
             numbers += root.history(peers.comm)
         return _hash(numbers)
 
@@ -196,7 +191,7 @@ class Proposal:
         A call that cannot be seen answers as the one around it; one around a reached call is reached, because it
         computes something between its inner calls.
         """
-        own, known, calls = self.answers, self.last.calls, self.calls
+        own, known, calls = self.answers, self.known, self.calls
         unsure: set[Unit] = set()
         for unit in self.units:
             for flat_param in unit.flat_params:
@@ -257,7 +252,7 @@ class Plan:
         agreed: what any rank reaches.
         alive: the passes that another backward may reach.
         schedule: the list of all communication; ``listed``: the units in it.
-        stops: for each step of the schedule, 1 if it is a mark that this rank's autograd has to pass.
+        stops: the places in the schedule of the marks that this rank's autograd has to pass.
         reached: the models that the backward of any rank reaches.
     """
 
@@ -275,39 +270,25 @@ class Plan:
         for one in own.passes:
             one.was_reached = True
 
-    @property
-    def sends(self) -> bool:
-        """Whether any gradient is sent or kept."""
-        return 1 in self.agreed.leaves
-
-    def segment_of(self, call: CallRecord[Unit]) -> int:
-        """The number of the checkpoint that ``call`` is in; -1 if none."""
-        return self.own.last.calls.places[call.index].segment
-
     def _make_schedule(self, resident: bytes) -> Schedule:
         """Build the schedule, or reuse that of the last backward if nothing has changed."""
-        owed, last, reached = self._note_owed(self.agreed.leaves), self.own.last, self.agreed.calls
+        owed, known, reached = self._note_owed(self.agreed.leaves), self.own.known, self.agreed.calls
         rules = [  # all that `_rule` looks at
-            (unit.unshard_in_backward, unit.rule, unit.keeps, unit.is_outermost, [*map(ref, unit.prefetch.backward)])
+            (unit.unshard_in_backward, unit.rule, unit.keeps, [*map(ref, unit.ahead_in_backward)])
             for unit in self.units
         ]
         resident = resident or bytes(map(holds_for_all, self.units))
-        key = reached, resident, owed, rules
-        if last.key != key:
+        inputs = reached, resident, owed, rules
+        if known.inputs != inputs:
             ruled = tuple(map(self._rule, self.units))
-            last.schedule = build(last.calls.events, last.calls.places, reached, resident, owed, ruled)
-            last.key = key
-        return last.schedule
+            known.schedule = build(known.events, known.places, reached, resident, owed, ruled)
+            known.inputs = inputs
+        return known.schedule
 
-    def _own_marks(self) -> bytearray:
-        schedule = self.schedule
-        stops = bytearray(len(schedule.steps))
-        for marks in (schedule.at, schedule.done):
-            for call, position in marks.items():
-                stops[position] = self.own.answers.calls[call]
-        for segment, position in schedule.recompute.items():
-            stops[position] = segment in self.own.segments
-        return stops
+    def _own_marks(self) -> set[int]:
+        schedule, own = self.schedule, self.own.answers.calls
+        marks = (*schedule.at.items(), *schedule.done.items())
+        return {place for call, place in marks if own[call]} | {schedule.recompute[one] for one in self.own.segments}
 
     def _note_owed(self, leaves: bytearray) -> bytes:
         """Record in each flat param which parameters have gradients on any rank; returns which units have any."""
@@ -323,14 +304,13 @@ class Plan:
         return bytes(owed)
 
     def _rule(self, unit: Unit) -> UnitRule:
-        ahead = unit.prefetch.backward
+        ahead = unit.ahead_in_backward
         number = {other: place for place, other in enumerate(self.units)} if ahead else {}
         named = tuple(number[other] for other in ahead if other in number)
-        keeps = unit.is_outermost or not unit.keeps.reshard_after_forward
         return UnitRule(
             unit.unshard_in_backward,
             unit.keeps.reshard_after_backward,
-            unit.rule.keeps_across_passes or not keeps,
+            unit.rule.keeps_across_passes or unit.keeps.reshard_after_forward,
             unit.rule.prefetches_late,
             None if unit.rule.prefetches_in_backward and not named else named,
         )
@@ -341,7 +321,7 @@ class Plan:
         for unit in self.units:
             for flat_param in unit.flat_params:
                 found.leaves += flat_param.contributed
-        peers = [one._replace(calls=(), alive=()) for one in self.own.last.calls.peers]
+        peers = [one._replace(calls=(), alive=()) for one in self.own.known.peers]
         agree_on(found, peers, [0] * len(peers))
         return found.leaves
 
@@ -368,11 +348,10 @@ def agree_on_plan(
         RanksDisagreeError: on every rank, if they have run different things.
         FairshardError: on every rank, if any has a problem.
     """
-    own = Proposal(roots_of(passes, first), passes, is_restricted)
+    own = Proposal(passes, first, is_restricted)
     agreed = own.agree(problem)
     if agreed is None:
-        passes = own.reached_passes()
-        own = Proposal(roots_of(passes, first), passes, is_restricted)
+        own = Proposal(own.reached_passes(), first, is_restricted)
         agreed = own.agree(problem)
     if agreed is None:
         raise own.roots[0].difference()

@@ -87,7 +87,7 @@ class CallRecord(Generic[UnitT]):
         self.unit, self.segment, self.around = unit, segment, around
         self.sight = Sight.NONE
         self.hooks: weakref.ref[Any] | None = None
-        self.versions: list[int] = []
+        self.versions: Sequence[int] = ()
         self.index = -1
 
 

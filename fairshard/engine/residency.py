@@ -43,6 +43,7 @@ class Action(Enum):
 class Keeps(NamedTuple):
     """What the user wants to stay gathered; read when a pass or a backward begins.
 
+    ``reshard_after_forward``: False for the outermost unit, too, whose backward comes first (unless ``reshard_root``).
     ``keeps_across_passes``: the next forward may use what an earlier one has gathered, if no shard was written to.
     """
 
@@ -53,7 +54,7 @@ class Keeps(NamedTuple):
 
 def action(
     memory: State, event: Event, keeps: Keeps, *, stale: bool = False, open_calls: int = 0, recorded: bool = True,
-    hidden: bool = False, outermost: bool = False, pinned: bool = False, awaited: bool = False,
+    hidden: bool = False, pinned: bool = False,
 ) -> Action:  # fmt: skip
     """What the engine does with a unit in state ``memory`` at ``event``.
 
@@ -62,9 +63,7 @@ def action(
         open_calls: other calls of it that have begun and not ended.
         recorded: a backward may follow.
         hidden: outputs hide their tensors, so that no hook could gather it again in time.
-        outermost: the unit is the model's outermost, whose backward comes first.
         pinned: the user has gathered it, and no call of it has ended since.
-        awaited: another backward of the same forwards follows, and this one has not reached it.
     """
     here = memory is not State.SHARDED
     if event is Event.ENTER:
@@ -74,13 +73,13 @@ def action(
     if event is Event.PASS_BEGINS:
         frees = stale or not (keeps.keeps_across_passes or pinned)
     elif event is Event.LEAVE:
-        frees = keeps.reshard_after_forward and not (outermost or (recorded and hidden))
+        frees = keeps.reshard_after_forward and not (recorded and hidden)
     elif event is Event.PASS_ENDS:
         frees = not pinned and (memory is State.GATHERING or not recorded)
     elif event is Event.UNNEEDED:
         frees = keeps.reshard_after_backward and not hidden
     elif event is Event.BACKWARD_ENDS:
-        frees = keeps.reshard_after_backward and not (pinned or awaited or hidden)
+        frees = keeps.reshard_after_backward and not (pinned or hidden)
     else:
         return Action.FREE if here else Action.NOTHING
     return Action.FREE if here and frees and not open_calls else Action.NOTHING

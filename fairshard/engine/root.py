@@ -19,7 +19,7 @@ from torch import Tensor
 from fairshard.engine.backward import Backward, problem_of
 from fairshard.engine.call_hooks import CallHooks, Probe
 from fairshard.engine.observer import Observer, listening
-from fairshard.engine.plan import Last, Plan, agree_on_plan, roots_of
+from fairshard.engine.plan import Known, Plan, agree_on_plan, roots_of
 from fairshard.engine.record import CallRecord, Checkpoints, Following, ForwardOrder, Pass, Record, Sight, Token
 from fairshard.engine.residency import Event, State
 from fairshard.engine.shared import Shared
@@ -27,8 +27,8 @@ from fairshard.engine.training_state import TrainingState, assert_none_summoned
 from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError, TrainingStateError
 from fairshard.utils.autograd import NO_BACKWARD, current_checkpoint, current_task, is_recorded_later
-from fairshard.utils.collectives import Communicator, Communicators
-from fairshard.utils.nested import apply_to_all, cast_inputs_to_fp16, plain_objects
+from fairshard.utils.collectives import Communicator
+from fairshard.utils.nested import apply_to_all, plain_objects
 from fairshard.utils.streams import current_stream
 from fairshard.utils.user_line import level_of_user
 
@@ -79,12 +79,13 @@ class Engine:
     @property
     def is_between_passes(self) -> bool:
         """Whether no forward and no backward is running."""
-        return self._running is None and self._backward() is None
+        return self._running is None and self.backward is None
 
     @property
     def backward(self) -> Backward | None:
-        """The running backward, or one that has raised and was not cleaned up yet."""
-        return self._backward()
+        """The running backward."""
+        backward = self._backward()
+        return None if backward is None or self.is_over(backward) else backward
 
     @property
     def passes(self) -> list[Pass[Unit]]:
@@ -97,16 +98,13 @@ class Engine:
 
     # ---- forward
 
-    def enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, CallHooks | None]:
-        """A call of ``unit`` begins: gather, prefetch, cast the inputs; returns them and, with a graph, the hooks."""
+    def enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallHooks | None:
+        """A call of ``unit`` begins: gather, prefetch; returns the hooks, if the call has a graph."""
         self._take_thread(unit)
         self.drop_interrupted(unit.root)
-        hooks = None
-        if self.runs_again(unit):
-            assert self.backward is not None
-            self.backward.recompute(unit)
-            if unit.input_dtype is not None:
-                args, kwargs = cast_inputs_to_fp16(*args, dtype=unit.input_dtype, **kwargs)
+        backward, hooks = self._backward(), None
+        if backward is not None and self.runs_again(unit):
+            backward.recompute(unit)
         else:
             if self._running is None:
                 self._running = _Running(unit.root, torch.is_grad_enabled())
@@ -114,14 +112,12 @@ class Engine:
                 hooks = self._enter(self._running, unit)
                 if hooks is not None:
                     hooks.see_inputs(args, kwargs)
-                if unit.input_dtype is not None:
-                    args, kwargs = cast_inputs_to_fp16(*args, dtype=unit.input_dtype, **kwargs)
             except BaseException:
                 self._leave(self._running, unit, completed=False)
                 raise
         unit.state = TrainingState.FORWARD
         unit.open()
-        return args, kwargs, hooks
+        return hooks
 
     def runs_again(self, unit: Unit) -> bool:
         """Whether a call of ``unit`` that begins or ends now belongs to the running backward."""
@@ -146,7 +142,10 @@ class Engine:
         for call_enters in unit.root.listeners["call_enters"]:
             call_enters(unit)
         unit.on(Event.ENTER)
-        for other in unit.prefetch.in_forward(running.following.enter(unit)):
+        ahead, predicted = unit.ahead_in_forward, running.following.enter(unit)
+        if predicted is not None and unit.predicts_forward and not ahead:
+            ahead = (predicted,)
+        for other in ahead:
             if other.root in running.roots:
                 other.on(Event.ENTER)
         unit.wait_unshard()
@@ -184,7 +183,7 @@ class Engine:
         outputs = apply_to_all(unit.copied_out, outputs, objects)
         if hooks is None:
             return outputs
-        if objects is None and not unit.is_hidden and not unit.has_hidden:
+        if objects is None and not unit.has_hidden:
             unit.has_hidden = True
             warnings.warn(
                 f"Unit `{unit.fqn or 'root'}` returned {type(outputs).__name__}, which holds objects that fairshard "
@@ -256,7 +255,7 @@ class Engine:
     def reach_leaf(self, unit: Unit) -> None:
         """The gradient of a leaf of ``unit`` is ready, and the backward has not reached the unit through an output."""
         backward = self.backward
-        if backward is None or backward.task() is None:
+        if backward is None:
             try:
                 backward = self._start_backward(unit.root, is_restricted=False)
             except BaseException:
@@ -285,16 +284,21 @@ class Engine:
 
     def _end_backward(self) -> None:
         """The graph task of the running backward is over."""
-        backward = self.backward
+        backward = self._backward()
         assert backward is not None
-        leaves = backward.finish()
-        for root in backward.roots:
-            root.end_backward(backward)  # may raise what a user's hook on gradients raises: then `reset` follows
-        if leaves is not None:
-            backward.retract(leaves)
+        self._finish(backward)
         self._leave_backward(backward)
         for root in backward.reached:
             root.notify_end(backward)
+
+    @staticmethod
+    def _finish(backward: Backward) -> None:
+        """Walk to the end, and write all gradients. **Collective.**"""
+        leaves = backward.finish()
+        for root in backward.roots:
+            root.end_backward(backward)  # may raise what a user's hook on gradients raises
+        if leaves is not None:
+            backward.retract(leaves)
 
     def is_over(self, backward: Backward) -> bool:
         """Whether the graph task of ``backward`` has ended.
@@ -313,8 +317,7 @@ class Engine:
         backward = Backward(root, plan)
         self._set_backward(backward, plan)
         try:
-            backward.follow()
-            root.finish_grads()
+            self._finish(backward)
         finally:
             self._leave_backward(backward)
 
@@ -344,41 +347,34 @@ class Engine:
 
         One that went only through other models waits until these are used, because other ranks may have dropped them.
         """
-        backward = self.backward
-        if backward is not None and self.is_over(backward):
+        running = self.backward
+        if running is None:
             self._backward = _NONE
-        if self._waits(root):
+        while running is not None and running is not root.backward:
+            running = running.outer
+        if running is not root.backward:
             self._abandon(root.backward)
 
-    def _waits(self, root: Root) -> bool:
-        """Whether a backward through ``root`` has raised, and was not cleaned up yet."""
-        backward = self.backward if root.backward is not None else None
-        while backward is not None and backward is not root.backward:
-            backward = backward.outer
-        return backward is not root.backward
-
-    def _abandon(self, backward: Backward | None) -> dict[Root, None]:
-        """Clean up after ``backward`` and those around it; returns their models."""
+    def _abandon(self, backward: Backward | None) -> None:
+        """Clean up after ``backward`` and those around it."""
         roots: dict[Root, None] = {}
         while backward is not None:
             roots |= dict.fromkeys(backward.roots)
             self._release(backward)
-            for root in backward.roots:
-                root.num_interrupted += 1
             backward.abandon()
             backward = backward.outer
         for root in roots:
             root.drop_pass(in_backward=True)
-        return roots
 
-    def reset(self) -> None:
-        """Clean up after a pass that raised, in all models that it went through. **Collective** after a backward."""
+    def reset(self, root: Root) -> None:
+        """Clean up after a pass of ``root`` that raised, in all models that it went through.
+
+        **Collective** after a backward.
+        """
         running, self._running = self._running, None
-        backward, self._backward = self.backward, _NONE
-        dropped = self._abandon(backward)
-        for root in running.roots if running is not None else self.roots if backward is None else ():
-            if root not in dropped:
-                root.drop_pass(in_backward=backward is not None)
+        self._abandon(root.backward)
+        for each in [root] if running is None else running.roots:
+            each.drop_pass(in_backward=False)
 
     def _take_thread(self, unit: Unit) -> None:
         """Raise if another thread is in a pass: one of the two would free units under the other.
@@ -389,7 +385,7 @@ class Engine:
         own = threading.get_ident()
         if self._thread == own or current_task() != NO_BACKWARD:
             return  # a backward may recompute units on a thread of its own
-        if self._running is not None or (self.backward is not None and self.backward.task() is not None):
+        if not self.is_between_passes:
             raise TrainingStateError(
                 "A sharded model must run on one thread at a time, because ranks gather its units in one order, but "
                 f"unit `{unit.fqn or 'root'}` was called on thread {threading.current_thread().name} while another "
@@ -420,10 +416,10 @@ class Root:
     Attributes:
         number: number of the model among those of its `engine`; equal on all ranks.
         observers: are told of every event; ``listeners``: for each event, their methods.
-        comms_of: the groups in which each unit communicates; ``shards``: the number of ranks that it is cut among.
+        comms: the groups in which the units communicate.
         order: what its passes have called last; ``kept``: what its backwards have planned last.
         record: the passes that it has begun.
-        backward: the innermost that goes through it, running or interrupted; ``num_interrupted``: how many have raised.
+        backward: the innermost that goes through it, running or interrupted.
         is_alone: its backwards go through no other model; for those who describe them to other ranks.
         is_last_backward: if False, units that the next backward does not reach stay gathered for the one after it.
         join: lets ranks that have run out of batches take part; set by those who offer it.
@@ -431,24 +427,18 @@ class Root:
 
     def __init__(
         self, number: int, units: list[Unit], shared: Shared, comms: Sequence[Communicator],
-        comms_of: dict[Unit, Communicators], observers: Sequence[Observer],
+        observers: Sequence[Observer],
     ) -> None:  # fmt: skip
         self.number, self.units, self.shared, self.comms = number, units, shared, list(comms)
-        self.comms_of = {unit: {own.shard, own.replicas} for unit, own in comms_of.items()}
-        self.shards = {unit: own.shard.world_size for unit, own in comms_of.items()}
-        self.observers: list[Observer] = []
-        self.listeners: dict[str, list[Callable[..., None]]] = {}
         self.tell(observers)
         self.order: ForwardOrder[Unit] = ForwardOrder()
-        self.kept: list[Last] = []
+        self.kept: list[Known] = []
         self.record: Record[Unit] = Record()
         self.backward: Backward | None = None
-        self.num_interrupted = 0
         self.engine = engine_of(comms, shared.device)
         self.engine.roots.add(self)
         self.is_last_backward, self.is_alone = True, False
         self.join: Any = None
-        self._is_cut = any(own.shard.world_size > 1 for own in comms_of.values())
         self._reads_host_memory = any(fp.shows.on_cpu for unit in units for fp in unit.flat_params)
         self._stream = current_stream(shared.device) if shared.is_asynchronous else None
 
@@ -457,24 +447,13 @@ class Root:
             self.shared.drop()
 
     @property
-    def device(self) -> torch.device:
-        """Where the model computes."""
-        return self.shared.device
-
-    @property
     def is_common(self) -> bool:
         """Whether a pass needs all ranks; under ``no_sync`` with unsharded parameters, ranks may run any passes."""
-        return self._is_cut or any(unit.sync for unit in self.units)
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward is running, or has raised and was not cleaned up yet."""
-        return self.backward is not None
+        return any(unit.sync or unit.comm.world_size > 1 for unit in self.units)
 
     def tell(self, observers: Sequence[Observer]) -> None:
         """Tell ``observers`` of every event from now on."""
-        self.observers[:] = observers
-        self.listeners.update(listening(self.observers))
+        self.observers, self.listeners = list(observers), listening(observers)
 
     # ---- passes
 
@@ -486,11 +465,11 @@ class Root:
         """
         is_inner = unit is not self.units[0] and not torch.is_grad_enabled()  # then the outermost may be summoned
         assert_none_summoned(self.units[is_inner:], "forward")
-        if self._stream is not None and current_stream(self.device) != self._stream:
+        if self._stream is not None and current_stream(self.shared.device) != self._stream:
             raise TrainingStateError(
                 f"A sharded model must run on one stream, {self._stream}, that of its first forward, but unit "
-                f"`{unit.fqn or 'root'}` was called on another one, {current_stream(self.device)}. Enter the stream "
-                "before the first forward."
+                f"`{unit.fqn or 'root'}` was called on another one, {current_stream(self.shared.device)}. Enter the "
+                "stream before the first forward."
             )
         for pass_begins in self.listeners["pass_begins"]:
             pass_begins(unit, is_trained)
@@ -554,29 +533,15 @@ class Root:
 
     def history(self, comm: Communicator) -> tuple[int, ...]:
         """Numbers that are equal on all ranks of ``comm`` if these have run the same things so far."""
-        return self.num_interrupted, *(number for each in self.observers for number in each.facts(comm))
-
-    @property
-    def state(self) -> dict[str, str]:
-        """In words, what must be the same on all ranks between passes."""
-        unsynced = [f"`{unit.fqn or 'root'}`" for unit in self.units if not unit.sync][:3] or ["none"]
-        return {
-            "backwards that have raised": str(self.num_interrupted),
-            "units under no_sync": ", ".join(unsynced),
-        }
+        return tuple(number for each in self.observers for number in each.facts(comm))
 
     def difference(self) -> RanksDisagreeError:
         """The error for ranks that have run different things, unless an observer raises one. **Collective.**"""
         for observer in self.observers:
-            observer.ranks_differ(self.state)
+            observer.ranks_differ()
         return RanksDisagreeError("Every rank must run the same units in the same order, but they differ.")
 
     # ---- state
-
-    @property
-    def is_between_passes(self) -> bool:
-        """Whether no forward and no backward is running."""
-        return self.engine.is_between_passes
 
     def assert_idle(self, what: str, units: list[Unit] | None = None) -> None:
         """Raise if a pass is running in one of ``units``; None: all units.

@@ -14,7 +14,7 @@ unit. Whether and where a step is in the list never depends on the reach, memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -92,17 +92,6 @@ class Schedule:
         """The units whose gradients are sent, in order; for complete schedules."""
         return [step.unit for step in self.steps if step.kind is Kind.SEND]
 
-    def lines(self, name: Callable[[int], str]) -> list[str]:
-        """The schedule in words: one line for each mark, with the actions that follow it."""
-        lines: list[str] = []
-        for step in self.steps:
-            word = step.kind.name.lower()
-            if step.kind <= Kind.RECOMPUTE or not lines:
-                lines.append(f"{word} {name(step.unit)}")
-            else:
-                lines[-1] += f"  > {word} {name(step.unit)}"
-        return lines
-
 
 def build(
     events: Sequence[int],
@@ -117,18 +106,17 @@ def build(
     Args:
         events: starts and ends of all calls, as in `Pass.events`, but numbered across all forwards.
         calls: the place of each call.
-        reached: for each call, whether any rank's backward reaches it.
+        reached: for each call, whether any rank's backward reaches it; if one of a checkpoint, all of them,
+            because it runs all again.
         resident: for each unit, whether it is gathered, which is the same on all ranks (see `residency`).
         owed: for each unit, whether it has gradients to send.
         rules: the rule of each unit.
     """
-    recomputed = {place.segment for place, is_reached in zip(calls, reached, strict=True) if is_reached} - {-1}
-    is_listed = [bool(one) or place.segment in recomputed for place, one in zip(calls, reached, strict=True)]
-    order = [~event for event in reversed(events) if event < 0 and is_listed[~event]]
+    order = [~event for event in reversed(events) if event < 0 and reached[~event]]
     builder = _Builder(calls, order, resident, owed, rules)
     for event in reversed(events):
         call = event if event >= 0 else ~event
-        if is_listed[call]:
+        if reached[call]:
             if event < 0:
                 builder.reach(call)
             else:
@@ -152,17 +140,16 @@ class _Builder:
         self._calls, self._rules = calls, rules
         self._gathered = {unit for unit, is_there in enumerate(resident) if is_there}
         self._owed = {unit for unit, owes in enumerate(owed) if owes}
-        self._left: dict[int, int] = {}  # number of unfinished calls of each unit, in all forwards
-        self._left_in: dict[tuple[int, int], int] = {}  # the same for each forward
+        self._first: dict[int, int] = {}  # of each unit, the first call, which the backward finishes last
+        self._first_in: dict[tuple[int, int], int] = {}  # the same for each forward
         for call in sorted(order):
-            place = calls[call]
-            self._left[place.unit] = self._left.get(place.unit, 0) + 1
-            key = place.forward, place.unit
-            self._left_in[key] = self._left_in.get(key, 0) + 1
-            if place.segment >= 0:
-                self.schedule.segments.setdefault(place.segment, []).append(call)
-        self._to_reach = dict(self._left)
+            unit, forward, segment = calls[call]
+            self._first.setdefault(unit, call)
+            self._first_in.setdefault((forward, unit), call)
+            if segment >= 0:
+                self.schedule.segments.setdefault(segment, []).append(call)
         self._order = order  # all calls, as the backward reaches them
+        self._last_place = {calls[call].unit: place for place, call in enumerate(order)}  # there, of each unit
         self._num_reached = 0
         self._last_send: int | None = None  # position of the last send, if no gather follows it yet
         self._next: dict[int, int] = {}  # for each call, the next reached call of another unit
@@ -184,7 +171,6 @@ class _Builder:
                 self._gather(self._calls[other].unit, other)
         self._gather(unit, call)
         self.schedule.at[call] = self._mark(Kind.AT, call)
-        self._to_reach[unit] -= 1
         self._num_reached += 1
         if not rule.waits:
             self._gather_ahead(unit, call)
@@ -193,16 +179,14 @@ class _Builder:
         """The backward has finished ``call``."""
         unit, forward, _ = self._calls[call]
         self.schedule.done[call] = self._mark(Kind.DONE, call)
-        self._left[unit] -= 1
-        self._left_in[forward, unit] -= 1
-        if self._left_in[forward, unit]:
+        if call != self._first_in[forward, unit]:
             return
-        rule = self._rules[unit]
-        if not self._left[unit] or (rule.frees_between and not self._is_next(unit)):
+        rule, is_last = self._rules[unit], call == self._first[unit]
+        if is_last or (rule.frees_between and not self._is_next(unit)):
             self.schedule.steps.append(Step(Kind.FREE, unit))
             if rule.frees:
                 self._gathered.discard(unit)
-        if not self._left[unit]:
+        if is_last:
             self._send(unit)
         if rule.waits:
             self._gather_ahead(unit, call)
@@ -242,5 +226,5 @@ class _Builder:
                 self._gather(self._calls[following].unit, following)
             return
         for other in ahead:
-            if self._to_reach.get(other):
+            if self._last_place.get(other, -1) >= self._num_reached:
                 self._gather(other, call)

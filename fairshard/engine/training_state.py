@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from enum import Enum
-from typing import Protocol
+from typing import Any
 
 from fairshard.errors import TrainingStateError
 
@@ -23,13 +23,8 @@ class TrainingState(Enum):
     BACKWARD = 6
 
 
-class _HasState(Protocol):
-    fqn: str
-    state: TrainingState
-
-
-def assert_none_summoned(units: Iterable[_HasState], what: str) -> None:
-    """Raise if the parameters of one of ``units`` are summoned when a ``what`` begins.
+def assert_none_summoned(units: Iterable[Any], what: str) -> None:
+    """Raise if the parameters of one of ``units``, `Unit`s, are summoned when a ``what`` begins.
 
     Raises:
         TrainingStateError: a unit is summoned.

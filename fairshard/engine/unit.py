@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fairshard.engine.prefetch import Prefetch
 from fairshard.engine.residency import Action, Event, Keeps, State, action
 from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState
@@ -32,13 +31,16 @@ class Unit:
 
     Attributes:
         root: the `Root` of its model; None before the first forward.
-        comm: the ranks that the parameters are cut among; like ``parts``, ``registered`` and ``buffers``
-            set together with ``root``.
+        comm: the ranks that the parameters are cut among; ``replicas``: those that hold the same piece, or None; like
+            ``parts``, ``registered`` and ``buffers`` set together with ``root``.
         parts: of each flat param, what stays gathered among a few ranks; empty if not configured.
         registered: what the modules have registered.
         buffers: the modules' buffers in ``buffer_dtype``, if that is set.
         memory: what this rank holds; `on` gathers and frees, `wait_unshard` makes it whole.
         groups, config: the process groups and options, of which the engine knows the ``rule`` only.
+        ahead_in_forward, ahead_in_backward: units named by the user, gathered instead of the one that followed this one
+            in the last pass, or that the backward should reach next.
+        predicts_forward: whether a forward gathers the one that followed, if the user has named none.
         keeps: what the user wants to stay gathered, as of the last `settle`.
         stamp: version counters of the shards when they were gathered; ``seen``: when the pass began.
         open_calls: calls that have begun and not ended.
@@ -46,11 +48,23 @@ class Unit:
         is_pinned: the user has gathered it between passes, and no call of it has ended since.
     """
 
+    # Set from the first forward on; copies begin with these.
     root: Any = None
-    comm: Communicator | None = None
+    comm: Any = None
+    replicas: Communicator | None = None
     parts: Sequence[KeptPart] = ()
     registered = Registered()
     buffers: ComputeBuffers | None = None
+    sync = True
+    state = TrainingState.IDLE
+    memory = State.SHARDED
+    keeps = Keeps()
+    stamp: Sequence[int] = ()
+    seen: Sequence[int] = ()
+    open_calls = 0
+    is_hidden = False
+    has_hidden = False
+    is_pinned = False
 
     def __init__(
         self,
@@ -68,27 +82,15 @@ class Unit:
         self.reshard_after_forward = self.rule.reshard_after_forward
         self.reshard_after_backward = self.unshard_in_backward = True
         self.state_dict_settings = config.state_dict_settings()
-        self.prefetch: Prefetch[Unit] = Prefetch(self.rule.prefetches_in_forward)
-        self._forget_runtime()
-
-    def _forget_runtime(self) -> None:
-        self.sync = True
-        self.state = TrainingState.IDLE
-        self.memory, self.keeps = State.SHARDED, Keeps()
-        self.stamp: list[int] = []
-        self.seen: list[int] = []
-        self.open_calls = 0
-        self.is_hidden = self.is_pinned = False
-        self.has_hidden = False
+        self.ahead_in_forward: Sequence[Unit] = ()
+        self.ahead_in_backward: Sequence[Unit] = ()
+        self.predicts_forward = self.rule.prefetches_in_forward
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("groups", "flat_params", "config", "fqn", "is_inner", "state_dict_settings", "origin", "prefetch")
-        how = ("rule", "members", "reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
-        return {name: getattr(self, name) for name in (*kept, *how)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget_runtime()
+        kept = ("groups", "flat_params", "config", "fqn", "is_inner", "state_dict_settings", "origin", "members")
+        how = ("rule", "reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
+        ahead = ("ahead_in_forward", "ahead_in_backward", "predicts_forward")
+        return {name: getattr(self, name) for name in (*kept, *how, *ahead)}
 
     @property
     def group(self) -> Any:
@@ -98,7 +100,7 @@ class Unit:
     def materialize(self, root: Any, shared: Shared, comms: Communicators, modules: list[nn.Module]) -> None:
         """Create what the first forward needs; ``modules`` are those that no inner unit owns."""
         self.root, self.shared = root, shared
-        self.comm = comms.shard
+        self.comm, self.replicas = comms.shard, comms.replicas
         self.device = shared.device
         for flat_param in self.flat_params:
             flat_param.materialize(comms, self.rule, shared.transfers, self._leaf_hook())
@@ -131,20 +133,16 @@ class Unit:
         return any(flat_param.line.numel for flat_param in self.flat_params)
 
     @property
-    def is_outermost(self) -> bool:
-        """Whether it is the model's outermost, and stays gathered for its backward, which comes first."""
-        return self is self.root.units[0] and not self.rule.reshard_root
-
-    @property
     def awaits_members(self) -> bool:
         """Whether some of its modules have been called in this pass, and others not yet."""
         return self.members is not None and self.members.has_uncalled
 
     def settle(self) -> None:
         """Read what the user has asked for: a pass or a backward begins."""
+        stays = self is self.root.units[0] and not self.rule.reshard_root  # the backward reaches it first
+        after_forward = bool(self.reshard_after_forward) and not stays
         after_backward = self.reshard_after_backward and not (self.rule.keeps_in_no_sync and not self.sync)
-        across = self.rule.keeps_across_passes or not after_backward
-        keeps = bool(self.reshard_after_forward), after_backward, across
+        keeps = after_forward, after_backward, self.rule.keeps_across_passes or not after_backward
         if keeps != self.keeps:
             self.keeps = Keeps(*keeps)
 
@@ -159,8 +157,8 @@ class Unit:
 
     # ---- residency
 
-    def on(self, event: Event, in_backward: bool = False, recorded: bool = True, awaited: bool = False) -> bool:
-        """Gather or free, if `action` says so, at ``event``; returns whether it did. **Collective** if it gathers."""
+    def on(self, event: Event, recorded: bool = True) -> None:
+        """Gather or free, if `action` says so, at ``event``. **Collective** if it gathers."""
         reuses = self.memory is not State.SHARDED and (event is Event.ENTER or event is Event.PASS_BEGINS)
         what = action(
             self.memory,
@@ -170,22 +168,17 @@ class Unit:
             open_calls=self.open_calls,
             recorded=recorded,
             hidden=self.is_hidden,
-            outermost=event is Event.LEAVE and self.is_outermost,
             pinned=self.is_pinned,
-            awaited=awaited,
         )
-        if what is Action.NOTHING:
-            return False
         if what is Action.GATHER:
-            if event is not Event.UNSHARD:
-                for gather in self.root.listeners["gather"]:
-                    gather(self, in_backward)
+            in_backward = event is Event.NEEDED
+            for gather in self.root.listeners["gather"] if event is not Event.UNSHARD else ():
+                gather(self, in_backward)
             self.unshard(in_backward)
-            return True
-        for part in self.parts if event is Event.LEAVE else ():
-            part.keep(recorded)
-        self.reshard()
-        return True
+        elif what is Action.FREE:
+            for part in self.parts if event is Event.LEAVE else ():
+                part.keep(recorded)
+            self.reshard()
 
     def unshard(self, in_backward: bool) -> None:
         """Start gathering; called by `on` alone. **Collective.**"""
@@ -371,10 +364,11 @@ class Unit:
     def end_backward(self, awaited: bool) -> None:
         """The backward is over; ``awaited``: another one of the same forwards follows, and needs the unit first."""
         self.stop_computing()
-        for part in self.parts if not awaited else ():
-            part.keep(False)
-        if self.memory is not State.SHARDED:
-            self.on(Event.BACKWARD_ENDS, awaited=awaited)
+        if not awaited:
+            for part in self.parts:
+                part.keep(False)
+            if self.memory is not State.SHARDED:
+                self.on(Event.BACKWARD_ENDS)
         self.state = TrainingState.FORWARD if self.open_calls else TrainingState.IDLE
 
     def reset(self) -> None:

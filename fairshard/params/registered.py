@@ -107,7 +107,7 @@ class Registered:
         """The version counters of shards and of their views, then the addresses of what users may assign to."""
         return [*map(_VERSION, self._versioned), *map(Tensor.data_ptr, self._addressed)]
 
-    def check_unchanged(self, before: list[int]) -> None:
+    def check_unchanged(self, before: Sequence[int]) -> None:
         """Raise if a shard was written to since the forward, when `shard_versions` returned ``before``.
 
         Raises:

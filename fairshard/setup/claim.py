@@ -75,7 +75,6 @@ def claim(module: nn.Module) -> Root:
         units,
         Shared(device, units[0].config.bucket_cap_mb),
         distinct,
-        comms,
         units[0].origin.observers(units, distinct),
     )
     own_modules: dict[Unit, list[nn.Module]] = {unit: [] for unit in units}

@@ -248,7 +248,7 @@ def test_a_dropped_model_needs_no_rank_any_more(wrap):
         deadline = time.monotonic() + 20  # autograd's thread of a device drops its references a moment later
         while set(every_root()) - set(earlier) and time.monotonic() < deadline:
             gc.collect()
-    interrupted_here = [root.in_backward for root in every_root() if root not in earlier]
+    interrupted_here = [root.backward is not None for root in every_root() if root not in earlier]
     assert interrupted_here == ([] if dist.get_rank() == 0 else [True])
     other = wrap(mlp(4, 9, 5))
     optimizer = sgd(other)
@@ -295,7 +295,7 @@ def test_ranks_clean_up_the_models_of_an_optimizer_in_one_order():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer_check, "every_root", lambda: ordered)
         optimizer.step()
-    assert not any(root.in_backward for root in every_root())
+    assert not any(root.backward is not None for root in every_root())
 
 
 @on_ranks(2)

@@ -42,7 +42,7 @@ def test_a_call_that_ends_frees():
     """Unless the rule, another call, the user or the backward that comes next wants the unit."""
     assert frees(Event.LEAVE)
     assert not frees(Event.LEAVE, keeps=Keeps(reshard_after_forward=False))
-    assert not any(frees(Event.LEAVE, **{name: True}) for name in ("outermost", "hidden"))
+    assert not frees(Event.LEAVE, hidden=True)
     assert frees(Event.LEAVE, hidden=True, recorded=False)
     assert not frees(Event.LEAVE, open_calls=1)
 
@@ -66,10 +66,10 @@ def test_what_a_pass_takes_over():
 
 @pytest.mark.parametrize(
     ("event", "keeps"),
-    [(Event.UNNEEDED, ("hidden", "open_calls")), (Event.BACKWARD_ENDS, ("pinned", "awaited", "hidden", "open_calls"))],
+    [(Event.UNNEEDED, ("hidden", "open_calls")), (Event.BACKWARD_ENDS, ("pinned", "hidden", "open_calls"))],
 )
 def test_a_backward_frees(event, keeps):
-    """Unless the keeps or a call around the backward wants the unit, or, at its end, the user or a later backward."""
+    """Unless the keeps or a call around the backward wants the unit, or, at its end, the user."""
     assert frees(event)
     assert not frees(event, keeps=Keeps(reshard_after_backward=False))
     assert not any(frees(event, **{name: 1}) for name in keeps)
@@ -78,7 +78,7 @@ def test_a_backward_frees(event, keeps):
 @pytest.mark.parametrize("event", [Event.RESHARD, Event.INTERRUPTED])
 def test_the_user_and_exceptions_free_in_any_case(event):
     """Whatever the rule is."""
-    assert frees(event, keeps=Keeps(False, False, True), pinned=True, hidden=True, open_calls=1, awaited=True)
+    assert frees(event, keeps=Keeps(False, False, True), pinned=True, hidden=True, open_calls=1)
 
 
 def test_the_table_has_a_row_for_each_event():

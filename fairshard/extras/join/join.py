@@ -33,6 +33,7 @@ from fairshard.errors import CollectiveFailedError, FairshardError, TrainingStat
 from fairshard.extras.join.grad_notes import GradNotes
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.buckets import Division
+from fairshard.utils.collectives import Communicator
 
 _FORWARD, _END_FORWARD, _END_BACKWARD, _END_STEP, _CALL, _OTHER, _FIRST = range(7)
 _DONE_ALONE = ("no_sync", "pickle or deepcopy", "clip_grad_norm_")
@@ -79,7 +80,7 @@ class Join(Observer):
         self.has_followed = False
         self.is_in_block: bool = False
         self._root = root
-        self._comm = comm
+        self._comm: Communicator = comm
         self._divides_by_all = divides_by_all
         self._calls = {"backward": self._join_backward, **calls}
         self._units = {unit: index for index, unit in enumerate(root.units)}
@@ -117,7 +118,7 @@ class Join(Observer):
         """The block is over: from now on all ranks run the same passes."""
         root = self._root
         if self._is_in_backward:
-            root.engine.reset()
+            root.engine.reset(root)
         self._restore_divisions()
         if self.was_short:
             for unit in root.units:
@@ -258,7 +259,7 @@ class Join(Observer):
     def _join_forward(self) -> None:
         root = self._root
         if self._is_in_backward:  # the backward raised on the other ranks, which go on
-            root.engine.reset()
+            root.engine.reset(root)
             self._is_in_backward = False
         self._is_inside = True
         OrderCheck.of(root).watch()
@@ -339,7 +340,7 @@ class Join(Observer):
 
     def _count(self, own: int) -> int:
         """The sum over ranks of ``own``: 1 for those that compute, `_FAILED` for those that raised, 0 for others."""
-        number = torch.tensor([float(own)], device=self._root.device)
+        number = torch.tensor([float(own)], device=self._root.shared.device)
         self._comm.all_reduce(number, "sum").wait()
         return int(number.item())
 
@@ -353,7 +354,7 @@ class Join(Observer):
 
     def _exchange(self, num_active: int = 0, num_with_grad: int = 0, num_failed: int = 0, subject: int = 0) -> _Message:
         own = [num_active, num_with_grad, num_failed, subject, subject**2]
-        numbers = torch.tensor(own, dtype=torch.int64, device=self._root.device)
+        numbers = torch.tensor(own, dtype=torch.int64, device=self._root.shared.device)
         self._comm.all_reduce(numbers, "sum").wait()
         num_active, num_with_grad, num_failed, subject, squares = map(int, numbers.tolist())
         if num_active * squares != subject**2:  # equal only if all sent the same number

@@ -293,7 +293,7 @@ class Observation:
 
 
 def _is_in_backward(unit: Unit) -> bool:
-    return unit.root is not None and unit.root.in_backward
+    return unit.root is not None and unit.root.backward is not None
 
 
 def _before(unit: Unit) -> Phase:

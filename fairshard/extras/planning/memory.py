@@ -75,9 +75,21 @@ def plan_memory(
         tuple(BucketRow(tuple(dict.fromkeys(s.unit.fqn for s in b.sources)), b.nbytes) for b in step.buckets),
         tuple(term for term in [*_lasting_terms(sources, make), *step.peak_terms()] if term.nbytes),
         step.peak_at,
-        tuple(step.schedule.lines(lambda number: units[number].fqn or "(root)")),
+        tuple(schedule_lines(step.schedule, lambda number: units[number].fqn or "(root)")),
         tuple(unit.padding for unit in units if unit.padding is not None),
     )
+
+
+def schedule_lines(schedule: Schedule, name: Callable[[int], str]) -> list[str]:
+    """``schedule`` in words: one line for each mark, with the actions that follow it."""
+    lines: list[str] = []
+    for step in schedule.steps:
+        word = step.kind.name.lower()
+        if step.kind <= Kind.RECOMPUTE or not lines:
+            lines.append(f"{word} {name(step.unit)}")
+        else:
+            lines[-1] += f"  > {word} {name(step.unit)}"
+    return lines
 
 
 def _check_strategy(unit: PlannedUnit, world_size: int, num_replicas: int | None) -> None:

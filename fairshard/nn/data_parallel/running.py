@@ -54,7 +54,7 @@ def run(
             return _run_compiled(tracer, holder, unit, function, args, kwargs)
         finally:
             set_tracer(tracer)
-    begins = unit.root is None or unit.root.is_between_passes
+    begins = unit.root is None or unit.root.engine.is_between_passes
     if begins and is_fake_mode_on():
         raise _fake_error(unit)
     if torch._C._functorch.peek_interpreter_stack() is not None and unit.state is not TrainingState.SUMMON_FULL_PARAMS:

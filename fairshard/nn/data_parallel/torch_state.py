@@ -59,6 +59,7 @@ def _reduce_kept(root: Root) -> None:
     root.begin_backward([])
     root.engine.follow(root, [])
     for unit in root.units:
+        unit.end_backward(awaited=False)
         for flat_param in unit.flat_params if unit.sync else ():
             flat_param.note_reached(bytearray(len(flat_param.slots)))
     for observer in root.observers:

@@ -257,9 +257,9 @@ class CommMethods(nn.Module):
             raise TypeError(f"`event` must be a torch.Event, or one of the device's own module, but is {event!r}.")
         root = _unit_of(self).root or claim(self)
         device = getattr(event, "device", None)
-        on_accelerator = is_asynchronous(root.device)
-        if on_accelerator and device is not None and device.type != root.device.type:
-            raise ValueError(f"`event` must belong to a stream of {root.device}, but belongs to {device}.")
+        on_accelerator = is_asynchronous(root.shared.device)
+        if on_accelerator and device is not None and device.type != root.shared.device.type:
+            raise ValueError(f"`event` must belong to a stream of {root.shared.device}, but belongs to {device}.")
         root.shared.after_step = Event(event if on_accelerator else None)
 
 

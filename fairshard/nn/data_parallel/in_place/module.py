@@ -100,7 +100,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         root = root_of(self)
         root.engine.drop_interrupted(root)
         unit = self._fairshard_unit
-        if root.is_between_passes:
+        if root.engine.is_between_passes:
             root.shared.await_step()
             unit.is_pinned = True
         unit.on(Event.UNSHARD)
@@ -164,7 +164,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         Raises:
             ValueError: ``modules`` holds something that is not an FSDPModule.
         """
-        self._fairshard_unit.prefetch.forward = units_of(modules, "FSDPModule", ValueError)
+        self._fairshard_unit.ahead_in_forward = units_of(modules, "FSDPModule", ValueError)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:  # type: ignore[override]
         """Gather ``modules`` when the backward reaches this one, instead of the unit that it would reach next.
@@ -172,7 +172,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         Raises:
             ValueError: ``modules`` holds something that is not an FSDPModule.
         """
-        self._fairshard_unit.prefetch.backward = units_of(modules, "FSDPModule", ValueError)
+        self._fairshard_unit.ahead_in_backward = units_of(modules, "FSDPModule", ValueError)
 
     def set_forward_prefetch(self, enable: bool, *, recurse: bool = True) -> None:
         """False: as in PyTorch, the forward gathers ahead only modules set by `set_modules_to_forward_prefetch`.
@@ -182,7 +182,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         """
         check_flag("enable", enable)
         for unit in _units_of(self, recurse):
-            unit.prefetch.predicts_forward = enable
+            unit.predicts_forward = enable
 
     # ---- gradients
 
@@ -217,7 +217,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
                 "`reset_iter_state` must be called on the outermost sharded module, but this is "
                 f"`{self._fairshard_unit.fqn}`. Call it on the model."
             )
-        root.engine.reset()
+        root.engine.reset(root)
 
     def set_device_mesh(self, mesh: DeviceMesh) -> None:
         """After unpickling, use ``mesh`` for this module and all below it; otherwise all ranks are used.

@@ -76,7 +76,7 @@ class JoinMethods(StateMethods):
     @property
     def join_device(self) -> torch.device:
         """Device of the tensors that count the ranks still computing."""
-        return self._require_root("join").device
+        return self._require_root("join").shared.device
 
     @property
     def join_process_group(self) -> ProcessGroup:

@@ -22,7 +22,7 @@ class PrefetchMethods(UnitAttributes):
         Raises:
             TypeError: ``modules`` is not a list of wrappers.
         """
-        self._unit.prefetch.forward = units_of(modules)
+        self._unit.ahead_in_forward = units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather ``modules``, wrappers of the same model, when the backward reaches this one; an empty list undoes it.
@@ -33,7 +33,7 @@ class PrefetchMethods(UnitAttributes):
         Raises:
             TypeError: ``modules`` is not a list of wrappers.
         """
-        self._unit.prefetch.backward = units_of(modules)
+        self._unit.ahead_in_backward = units_of(modules)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False: more backwards of the same forwards follow the next one, and may reach units that it does not.
