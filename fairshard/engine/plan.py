@@ -354,7 +354,7 @@ class Plan:
             for unit in map(self.units.__getitem__, self.schedule.sends)
             if unit.sync and unit.root is root
             for flat_param in unit.flat_params
-            if flat_param.is_owed and flat_param.hook is None and flat_param.comms.num_ranks > 1
+            if flat_param.is_owed and flat_param.comms.num_ranks > 1
         ]
 
 

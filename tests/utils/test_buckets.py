@@ -26,11 +26,12 @@ class Source:
         self.name, self.shard_numel, self.reduce_dtype = name, shard_numel, dtype
         comm = communicator(dist.group.WORLD)
         self.comms = Communicators(comm, comm)
-        self.bucket_kind, self.bucket_numel = Bucket, shard_numel * comm.world_size
+        self.bucket_kind, self.line = Bucket, self
+        self.layout = SimpleNamespace(padded_numel=shard_numel * comm.world_size)
         self.compute_device = rank_device()
         self.reduce_id = self.replica_id = comm.new_id()
         self.division = Division(1.0, float(comm.world_size))
-        self.hook, self.lands_at_once, self.landing_dtype = None, False, None
+        self.lands_at_once, self.landing_dtype = False, None
         self.value = 0.0
         self.accepted = []
 
