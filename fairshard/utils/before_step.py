@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fairshard.utils.dynamo import untraced
+from fairshard.utils.untraced import untraced
 
 _listeners: dict[int, Callable[[], Any]] = {}
 

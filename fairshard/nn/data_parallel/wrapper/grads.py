@@ -15,9 +15,9 @@ from fairshard.nn.data_parallel.wrapper.state import StateMethods
 from fairshard.optim.grad_norm import clip_grad_norm_
 from fairshard.settings.fsdp1 import ShardingStrategy
 from fairshard.utils.buckets import Division
-from fairshard.utils.dynamo import untraced
 from fairshard.utils.hook_bucket import HookKind
 from fairshard.utils.storage import is_same_memory
+from fairshard.utils.untraced import untraced
 from fairshard.views.owned import check_none_owned
 
 
