@@ -395,7 +395,7 @@ class FlatParam:
                 pending.show(reached)
             return
         if self.route.hook is not None:
-            self.route.change(reduced)
+            self.route.hook(reduced)
         self.grad.add(reduced, self.reached)
         for param in self.shows.registered if any(map(_HOOKS, self.shows.registered)) else ():
             self.grad.land()

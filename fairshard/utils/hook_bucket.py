@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fairshard.errors import FairshardError
 from fairshard.utils.buckets import Bucket, GradSource
+from fairshard.utils.hook_streams import in_turn
 from fairshard.utils.storage import alloc_storage_
 from fairshard.utils.streams import Stream
 
@@ -50,7 +51,7 @@ class HookBucket(Bucket):
                 self.data.zero_()
             else:
                 source.write_grads(source.line.bucket_views(self.data))
-            with self._kind.stream.in_turn(self.data.device):
+            with in_turn(self._kind.stream, self.data.device):
                 reduced = self.data.new_empty(source.shard_numel)
                 self._kind.hook(self.data.view(-1), reduced)
                 if not zeros:
