@@ -24,8 +24,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The most that one must know to know a module: the figures of all files that it reaches, which
 # `python -m tests.kit.gauge MODULE` prints. A limit may only fall: lower it in the commit that makes the code smaller.
 LIMITS = {
-    "fairshard.engine.root": Figures(statements=3729, branches=1253, shared=58, flags=45),
-    "fairshard.nn.data_parallel.running": Figures(statements=5397, branches=1888, shared=78, flags=57, patches=1),
+    "fairshard.engine.root": Figures(statements=3671, branches=1245, shared=58, flags=44),
+    "fairshard.nn.data_parallel.running": Figures(statements=5370, branches=1888, shared=78, flags=56, patches=1),
 }
 
 UTILS = "fairshard.utils"

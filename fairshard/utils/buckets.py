@@ -61,7 +61,7 @@ class GradSource(Protocol):
 
     @property
     def bucket_kind(self) -> Any:
-        """The class of its bucket; a bucket has sources of one kind."""
+        """Makes its buckets; a bucket has sources of one kind."""
 
     def write_grads(self, views: list[list[Tensor]]) -> None:
         """Copy the gradients into ``views``, which ``line.bucket_views`` has made."""
@@ -121,7 +121,6 @@ class Bucket:
         self._members = hash(tuple(source.reduce_id for source in sources)) & 0xFF
         self._uses = count(1)
         self._kept: list[Tensor] = []  # until `close`, because another stream may own the memory
-        self.nbytes = self.data.nbytes
         free_storage_(self.data)
 
     def _make_columns(self) -> Sequence[Any]:
@@ -224,13 +223,13 @@ def is_crowded(nbytes: int, flying: Sequence[int], bucket_cap_mb: float) -> bool
 class Bucketer:
     """Collects gradients into buckets of at most ``bucket_cap_mb`` MB (all ranks' shares together).
 
-    ``bucket_cap_mb <= 0`` turns bucketing off. One bucketer serves all units of a model; gradients of different
-    process groups, dtypes or devices never share a bucket.
+    ``bucket_cap_mb <= 0`` turns bucketing off. Sums are queued on ``stream``. One bucketer serves all units of a model;
+    gradients of different process groups, dtypes or devices never share a bucket.
     """
 
-    def __init__(self, bucket_cap_mb: float = 25, stream: Stream | None = None) -> None:
+    def __init__(self, bucket_cap_mb: float, stream: Stream) -> None:
         self.bucket_cap_mb = bucket_cap_mb
-        self._stream = stream or Stream(torch.device("cpu"))
+        self._stream = stream
         self._order: list[tuple[GradSource, Communicators]] = []
         self._place: dict[GradSource, tuple[Bucket, int]] = {}
         self._flying: deque[tuple[Bucket, Transfer]] = deque()
@@ -332,8 +331,8 @@ class Bucketer:
 
     def _is_crowded(self, bucket: Bucket) -> bool:
         """Whether ``bucket`` has no memory yet, and must wait for it."""
-        flying = [each.nbytes for each, _ in self._flying]
-        return not bucket.is_open and is_crowded(bucket.nbytes, flying, self.bucket_cap_mb)
+        flying = [each.data.nbytes for each, _ in self._flying]
+        return not bucket.is_open and is_crowded(bucket.data.nbytes, flying, self.bucket_cap_mb)
 
     def _land(self) -> None:
         """Finish the oldest bucket in flight."""
