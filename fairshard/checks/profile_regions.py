@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch.autograd import profiler
@@ -17,7 +18,7 @@ from fairshard.engine.call_hooks import Probe
 from fairshard.engine.observer import Observer
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
-from fairshard.utils.buckets import Bucket, GradSource, Hook
+from fairshard.utils.buckets import Bucket, GradSource
 from fairshard.utils.transfers import Transfer
 
 open_regions: list[ProfileRegions] = []
@@ -87,7 +88,7 @@ class ProfileRegions:
         bucketer = root.shared.bucketer
         self._undo.append(tap(bucketer, "launch", self._launch))
         self._undo.append(tap(bucketer, "deliver", self._deliver))
-        self._undo.append(tap(bucketer, "reduce_by_hook", self._reduce_by_hook))
+        self._undo.append(tap(bucketer, "reduce", self._reduce))
 
     def remove(self) -> None:
         """Show no more regions."""
@@ -112,9 +113,10 @@ class ProfileRegions:
         with self._bucket_region("reduce_scatter_wait", bucket.sources):
             method(bucket, transfer)
 
-    def _reduce_by_hook(self, method: Any, source: GradSource, hook: Hook) -> None:
-        with self._bucket_region("reduce_scatter", [source]):
-            method(source, hook)
+    def _reduce(self, method: Any, source: GradSource, *yields: Any) -> None:
+        is_hooked = not isinstance(source.bucket_kind, type)  # a user's hook reduces it now; other kinds are classes
+        with self._bucket_region("reduce_scatter", [source]) if is_hooked else nullcontext():
+            method(source, *yields)
 
     def _bucket_region(self, phase: str, sources: Sequence[Any]) -> record_function:
         units = dict.fromkeys(self._unit_of[source] for source in sources if source in self._unit_of)

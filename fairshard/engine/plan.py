@@ -332,7 +332,7 @@ class Plan:
             for unit in map(self.units.__getitem__, self.schedule.sends)
             if unit.sync and unit.root is root
             for flat_param in unit.flat_params
-            if 1 in flat_param.reached and flat_param.hook is None and flat_param.comms.num_ranks > 1
+            if 1 in flat_param.reached and flat_param.comms.num_ranks > 1
         ]
 
 

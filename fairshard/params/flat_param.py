@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairshard.errors import FairshardError
 from fairshard.params.gathered import Gathered, KeptPart
 from fairshard.params.pending import PendingGrads
 from fairshard.params.route import Route
@@ -30,7 +29,7 @@ from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot
 from fairshard.utils.autograd import accumulate_node, reached, reaches
 from fairshard.utils.block import joined_columns
-from fairshard.utils.buckets import Division, Hook
+from fairshard.utils.buckets import Division
 from fairshard.utils.collectives import Communicator, Communicators, exchange_tag
 from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.storage import set_data
@@ -46,6 +45,7 @@ class FlatParam:
         shows: the shard and its registered parameters.
         line: the layout of the parameters; converts the gathered buffer to whole parameters.
         route: the user's settings for the communication.
+        bucket_kind: makes the buckets of its gradients; that of `line`, or a `HookKind`.
         trained: for each parameter 1 if it needs a gradient, as last followed.
         gathered: the memory of the whole parameters; `materialize` sets it, the dtypes and the device.
         tag_id, uses: identify each gather; see `exchange_tag`.
@@ -58,7 +58,6 @@ class FlatParam:
     # Set by `materialize`, and by users and backwards afterwards; copies begin with these.
     comm: Any = None
     comms: Any = None
-    hook: Hook | None = None
     grad: Any = None
     device_shard: Tensor | None = None
     nodes: Sequence[Any] = ()
@@ -69,17 +68,13 @@ class FlatParam:
     def __init__(self, shows: ShownShard, name: str, route: Route | None = None) -> None:
         self.shows, self.slots, self.line = shows, shows.slots, shows.line
         self.shard_numel = self.line.shard_numel  # of this rank
+        self.bucket_kind: Any = self.line.bucket_kind
         self.name = name
         self.route = route or Route()
         self.trained = shows.wanted()
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.hook is not None:
-            raise FairshardError(
-                "A model with a communication hook must not be pickled or copied, because the copy would lose it, but "
-                f"`{self.name}` has one. Save its state_dict(), or register the hook on the copy instead."
-            )
-        kept = ("shows", "slots", "line", "shard_numel", "name", "route", "trained")
+        kept = ("shows", "slots", "line", "shard_numel", "bucket_kind", "name", "route", "trained")
         return {name: getattr(self, name) for name in kept}
 
     # ---- registered parameters
@@ -137,8 +132,6 @@ class FlatParam:
         leaves to their hooks.
         """
         self.follow_requires_grad()
-        self.layout, self.bucket_kind = self.line.layout, self.line.bucket_kind  # for `GradSource`
-        self.bucket_numel, self.bucket_views = self.layout.padded_numel, self.line.bucket_views
         self._given = comms
         comm = self.comm = comms.shard
         self.tag_id, self.uses = comm.new_id(), count(1)
@@ -383,7 +376,7 @@ class FlatParam:
                 pending.show(self.reached)
             return
         if self.route.hook is not None:
-            self.route.change(reduced)
+            self.route.hook(reduced)
         self.grad.add(reduced, self.reached)
         for param in self.shows.registered if any(map(_HOOKS, self.shows.registered)) else ():
             self.grad.land()

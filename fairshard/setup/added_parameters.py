@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fairshard.checks.shards import stepped_of
 from fairshard.engine.tree import is_wrapper, paths_of, unit_of, walk
@@ -127,22 +126,27 @@ def _check_replacement(slot: ParamSlot, param: nn.Parameter, fqn: str, in_wrappe
         raise FairshardError(refusal_of_new(fqn, in_wrapper))
 
 
-_watched: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors that `_refuse_if_trained` has seen
+class _Refusal:
+    """Hook on a parameter: raises ``text`` if the parameter gets a gradient while it is still ``module.name``."""
+
+    def __init__(self, module: nn.Module, name: str, text: str) -> None:
+        self._module, self._name, self._text = weakref.ref(module), name, text
+
+    def __call__(self, trained: Any) -> None:
+        part = self._module()
+        if part is not None and part._parameters.get(self._name) is trained:
+            raise reported(FairshardError(self._text))
 
 
 def _refuse_if_trained(module: nn.Module, name: str, param: nn.Parameter, slot: ParamSlot, fqn: str) -> None:
     """Make a backward raise that accumulates a gradient in ``param`` while it is still ``module.name``."""
-    if param in _watched or not param.requires_grad or not param.is_leaf:
+    if not param.requires_grad or not param.is_leaf:
         return
-    _watched[param] = True
-    holder, is_dtensor = weakref.ref(module), isinstance(slot.registered, DTensor)
-
-    def check(trained: Any) -> None:
-        part = holder()
-        if part is not None and part._parameters.get(name) is trained:
-            raise reported(FairshardError(_refusal_of_whole(fqn) if is_dtensor else refusal_of_new(fqn, True)))
-
-    param.register_post_accumulate_grad_hook(check)
+    hooks: Any = param._post_accumulate_grad_hooks or {}
+    if not any(isinstance(hook, _Refusal) for hook in hooks.values()):
+        is_dtensor = isinstance(slot.registered, DTensor)
+        text = _refusal_of_whole(fqn) if is_dtensor else refusal_of_new(fqn, True)
+        param.register_post_accumulate_grad_hook(_Refusal(module, name, text))
 
 
 def refusal_of_new(fqn: str, in_wrapper: bool) -> str:

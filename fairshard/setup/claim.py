@@ -20,8 +20,8 @@ from fairshard.setup.loads import forget_loads
 from fairshard.setup.naming import place
 from fairshard.setup.placement import check_host_memory, compute_device
 from fairshard.utils.collectives import Communicator, Communicators
-from fairshard.utils.dynamo import untraced
 from fairshard.utils.groups import on_host, part_of
+from fairshard.utils.untraced import untraced
 
 
 @untraced

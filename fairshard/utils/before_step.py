@@ -8,8 +8,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fairshard.utils.dynamo import untraced
-from fairshard.utils.steps import count_step
+from fairshard.utils.untraced import untraced
 
 _listeners: dict[int, Callable[[], Any]] = {}
 
@@ -32,12 +31,7 @@ def remove_before_step(key: int) -> None:
 
 
 def about_to_step() -> None:
-    """Count a step and notify all listeners; optimizers that step parameters outside ``step`` call this."""
-    count_step()
-    _notify()
-
-
-def _notify() -> None:
+    """Notify all listeners; optimizers that step parameters outside ``step`` call this."""
     for key, reference in list(_listeners.items()):
         method = reference()
         if method is None:
@@ -48,4 +42,4 @@ def _notify() -> None:
 
 @untraced
 def _before_step(*_: Any) -> None:
-    _notify()
+    about_to_step()

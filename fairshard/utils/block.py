@@ -26,18 +26,14 @@ class Block:
     source: Span
 
     @cached_property
-    def _shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, int]:
+        """Numbers of rows and columns."""
         return self.rows.numel, self.columns.numel
-
-    @cached_property
-    def _is_repeated(self) -> bool:
-        return self.source.numel != self._shape[0] * self._shape[1]
 
     def by_row(self) -> list[tuple[int, Span]]:
         """Each row of the block, and which elements of the parameter are in it."""
         width, first = self.columns.numel, self.source.start
-        step = 0 if self._is_repeated else width
-        return [(row, Span(0, width).shift(first + i * step)) for i, row in enumerate(range(*self.rows)) if width]
+        return [(row, Span(0, width).shift(first + i * width)) for i, row in enumerate(range(*self.rows)) if width]
 
     def of(self, buffer: Tensor) -> Tensor:
         """The block, as a view of ``buffer`` ``[W, S]``."""
@@ -45,8 +41,7 @@ class Block:
 
     def like(self, flat: Tensor) -> Tensor:
         """The elements of ``flat``, the flattened parameter, that belong in the block; in the shape of the block."""
-        run = flat[self.source.start : self.source.stop]
-        return run.expand(self._shape) if self._is_repeated else run.view(self._shape)
+        return flat[self.source.start : self.source.stop].view(self.shape)
 
 
 def rectangles(span: Span, width: int, offset: int = 0) -> list[Block]:

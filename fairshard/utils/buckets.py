@@ -12,7 +12,7 @@ are in flight, and their sums are delivered in the order of launches.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
@@ -30,9 +30,6 @@ _MAX_IN_FLIGHT = 2
 MAX_STAGED_NBYTES = 1 << 18
 """Gradients of a source up to this size are first written end to end, and then copied to their columns at once."""
 
-Hook = Callable[[Tensor, Tensor], object]
-"""``hook(flat, shard)`` reduces ``flat`` ``[world_size * shard_numel]`` into ``shard`` ``[shard_numel]``."""
-
 
 @dataclass(frozen=True)
 class Division:
@@ -49,34 +46,25 @@ class GradSource(Protocol):
     reduce_dtype: torch.dtype
     compute_device: torch.device
     shard_numel: int
-    """Elements that this rank gets; all ranks together get ``bucket_numel``."""
+    """Elements that this rank gets; all ranks together get ``line.layout.padded_numel``, equal on all ranks."""
     reduce_id: int
     """Identifies the source in the group that reduces; ``replica_id`` does so in the group of replicas."""
     replica_id: int
     division: Division
-    hook: Hook | None
     landing_dtype: torch.dtype | None
     """The dtype of the mean for `accept_grad`; None: as the sum."""
     lands_at_once: bool
     """Whether to wait for its mean right after sending, because a user's hook may communicate."""
-
-    @property
-    def layout(self) -> Any:
-        """The parts of the gradient that each rank gets."""
-
-    @property
-    def bucket_numel(self) -> int:
-        """See ``shard_numel``; equal on all ranks."""
+    line: Any
+    """The parts of the gradient that each rank gets, ``line.layout``; ``line.bucket_views(columns)`` are the parts of
+    ``columns``, its part of a bucket, to which gradients are copied."""
 
     @property
     def bucket_kind(self) -> Any:
-        """The class of its bucket; a bucket has sources of one kind."""
-
-    def bucket_views(self, columns: Any) -> list[list[Tensor]]:
-        """The parts of ``columns``, its part of a bucket, to which gradients are copied."""
+        """Makes its buckets; a bucket has sources of one kind."""
 
     def write_grads(self, views: list[list[Tensor]]) -> None:
-        """Copy the gradients into ``views``, which `bucket_views` has made."""
+        """Copy the gradients into ``views``, which ``line.bucket_views`` has made."""
 
     def take_kept(self) -> Tensor | None:
         """A tensor ``[shard_numel]`` to add to the sum before the sum over replicas; None from the second call on."""
@@ -93,12 +81,12 @@ class GradWriter:
 
     def __init__(self, source: GradSource, columns: Any) -> None:
         self._source, self._columns, self._target = source, columns, columns
-        self._views = source.bucket_views(columns)
+        self._views = source.line.bucket_views(columns)
         self._storage: torch.UntypedStorage | None = None  # of the stage
         is_small = isinstance(columns, Tensor) and columns.is_cpu and columns.nbytes <= MAX_STAGED_NBYTES
         if is_small and not columns.is_contiguous():
             stage = torch.empty_like(columns, memory_format=torch.contiguous_format)
-            views = source.bucket_views(stage)
+            views = source.line.bucket_views(stage)
             if all(run.is_contiguous() for runs in views for run in runs):
                 self._target, self._views = stage, views
                 self._storage, self._nbytes = stage.untyped_storage(), stage.nbytes
@@ -110,7 +98,7 @@ class GradWriter:
         if storage is not None:
             storage.resize_(self._nbytes)
         source.write_grads(self._views)
-        if source.division.before != 1 and source.hook is None:
+        if source.division.before != 1:
             target.div_(source.division.before)
         if storage is not None:
             self._columns.copy_(target)
@@ -133,7 +121,6 @@ class Bucket:
         self._members = hash(tuple(source.reduce_id for source in sources)) & 0xFF
         self._uses = count(1)
         self._kept: list[Tensor] = []  # until `close`, because another stream may own the memory
-        self.nbytes = self.data.nbytes
         free_storage_(self.data)
 
     def _make_columns(self) -> Sequence[Any]:
@@ -218,7 +205,7 @@ def pack(order: Sequence[Any], bucket_cap_mb: float) -> list[list[Any]]:
     filling: dict[tuple[object, ...], tuple[list[Any], int]] = {}
     for source in order:
         key = (source.comms, source.reduce_dtype, source.compute_device, source.bucket_kind)
-        own = source.bucket_numel * source.reduce_dtype.itemsize
+        own = source.line.layout.padded_numel * source.reduce_dtype.itemsize
         sources, nbytes = filling.get(key, ([], 0))
         if not sources or nbytes + own > bucket_cap_mb * MB:
             sources, nbytes = [], 0
@@ -236,13 +223,13 @@ def is_crowded(nbytes: int, flying: Sequence[int], bucket_cap_mb: float) -> bool
 class Bucketer:
     """Collects gradients into buckets of at most ``bucket_cap_mb`` MB (all ranks' shares together).
 
-    ``bucket_cap_mb <= 0`` turns bucketing off. One bucketer serves all units of a model; gradients of different
-    process groups, dtypes or devices never share a bucket.
+    ``bucket_cap_mb <= 0`` turns bucketing off. Sums are queued on ``stream``. One bucketer serves all units of a model;
+    gradients of different process groups, dtypes or devices never share a bucket.
     """
 
-    def __init__(self, bucket_cap_mb: float = 25, stream: Stream | None = None) -> None:
+    def __init__(self, bucket_cap_mb: float, stream: Stream) -> None:
         self.bucket_cap_mb = bucket_cap_mb
-        self._stream = stream or Stream(torch.device("cpu"))
+        self._stream = stream
         self._order: list[tuple[GradSource, Communicators]] = []
         self._place: dict[GradSource, tuple[Bucket, int]] = {}
         self._flying: deque[tuple[Bucket, Transfer]] = deque()
@@ -267,13 +254,9 @@ class Bucketer:
         its sum would hold up the gather, which compute needs sooner.
         """
         self.send_due()
-        if source.hook is not None:
-            self.reduce_by_hook(source, source.hook)
-            return
         if source.comms.num_ranks == 1:
-            if not self.drops:
-                alone = source.bucket_kind([source])
-                alone.write(0)
+            alone = source.bucket_kind([source])
+            if alone.write(0, zeros=self.drops) and not self.drops:
                 alone.deliver(alone.data[0])
             return
         bucket, index = self._place.get(source, (None, 0))
@@ -320,16 +303,6 @@ class Bucketer:
         for bucket, _ in self._place.values():
             bucket.close()
 
-    def reduce_by_hook(self, source: GradSource, hook: Hook) -> None:
-        """Reduce with ``hook``, on the reduce stream; the hook does all averaging."""
-        bucket = Bucket([source])
-        bucket.write(0, zeros=self.drops)
-        with self._stream.in_turn(bucket.data.device):
-            reduced = bucket.data.new_empty(source.shard_numel)
-            hook(bucket.data.view(-1), reduced)
-            if not self.drops:
-                source.accept_grad(reduced)
-
     def launch(self, bucket: Bucket, written: Event | None = None) -> None:
         """Start the sum of ``bucket`` over ranks; on an accelerator also queue its delivery.
 
@@ -358,8 +331,8 @@ class Bucketer:
 
     def _is_crowded(self, bucket: Bucket) -> bool:
         """Whether ``bucket`` has no memory yet, and must wait for it."""
-        flying = [each.nbytes for each, _ in self._flying]
-        return not bucket.is_open and is_crowded(bucket.nbytes, flying, self.bucket_cap_mb)
+        flying = [each.data.nbytes for each, _ in self._flying]
+        return not bucket.is_open and is_crowded(bucket.data.nbytes, flying, self.bucket_cap_mb)
 
     def _land(self) -> None:
         """Finish the oldest bucket in flight."""

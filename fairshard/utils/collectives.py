@@ -104,27 +104,19 @@ class Communicator:
         return gather_objects(value, self.group)
 
     def gather_messages(self, rows: Tensor) -> Transfer:
-        """See `all_gather`. Counted separately; only one at a time. **Collective.**"""
+        """Gather ``rows``; see `RowGather`. Counted separately; only one at a time. **Collective.**"""
         return RowGather(self, rows, "agreement").start(exchange_tag("all_gather", 0, next(self._message_numbers)))
 
     def new_id(self) -> int:
         """A number for one flat param, equal on all ranks if they build their models in the same order."""
         return next(self._ids)
 
-    def all_gather(self, buffer: Tensor, tag: int) -> Transfer:
-        """Fill each row of ``buffer`` ``[world_size, shard_numel]``, in place, from the rank that owns it.
-
-        **Collective.** This rank's row is already written. ``tag`` identifies the exchange: equal on all ranks, and
-        different from the tag of every other running exchange.
-        """
-        return RowGather(self, buffer).start(tag)
-
     @explained
     def reduce_scatter(self, bucket: Tensor, tag: int) -> Transfer:
         """The sum over ranks of row ``rank`` of ``bucket`` ``[world_size, width]``: ``[width]``, in memory of its own.
 
         **Collective.** For fp16 and bf16 the sum is fp32 (except for bf16 on backends that sum themselves).
-        The caller keeps ``bucket`` until it has been waited for. ``tag``: see `all_gather`.
+        The caller keeps ``bucket`` until it has been waited for. ``tag``: see `RowGather.start`.
         """
         self.count("reduce_scatter", bucket.nbytes - bucket.nbytes // self.world_size)
         if self.world_size == 1:
@@ -141,7 +133,7 @@ class Communicator:
         """The sum over ranks of ``tensor`` ``[width]``, in rank order, like that of `reduce_scatter`. **Collective.**
 
         The caller keeps ``tensor`` until it has been waited for; on backends that sum themselves ``tensor`` may hold
-        the result. ``tag``: see `all_gather`.
+        the result. ``tag``: see `RowGather.start`.
         """
         self.count("all_reduce", tensor.nbytes)
         if self.world_size == 1:
@@ -249,7 +241,10 @@ class RowGather:
 
     @explained
     def start(self, tag: int) -> Transfer:
-        """Gather; this rank's row is already written. See `Communicator.all_gather`."""
+        """Fill the buffer; this rank's row is already written. **Collective.**
+
+        ``tag`` identifies the exchange: equal on all ranks, and different from that of every other running exchange.
+        """
         comm = self.comm
         if comm.world_size == 1:  # nothing is sent, but this stream may have just written the row
             return Transfer((now(self.buffer.device),), self.buffer)

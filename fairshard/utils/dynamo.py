@@ -12,14 +12,11 @@ off while it communicates, and on again for the forward of a user's module, whic
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., Any])
 _frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 
@@ -47,21 +44,6 @@ def breaks_graph(reason: str) -> Callable[[_F], _F]:
         return not_traced(function)
 
     return mark
-
-
-def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorator of methods and hooks: compiled code calls ``function`` as it is, and nothing in it is traced."""
-
-    @breaks_graph("it may communicate, which cannot be compiled")
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        tracer = set_tracer(None)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            set_tracer(tracer)
-
-    return call
 
 
 def allows_breaks(tracer: Any) -> bool:

@@ -33,7 +33,7 @@ class OwnedBucket(Bucket):
     """A bucket ``[numel]``; its sources have an `OwnedLayout` each."""
 
     def _make_columns(self) -> Sequence[Runs]:
-        first, widths = self.sources[0], [source.layout.widths for source in self.sources]
+        first, widths = self.sources[0], [source.line.layout.widths for source in self.sources]
         by_rank = list(zip(*widths, strict=True))
         self.data = torch.empty(sum(map(sum, by_rank)), dtype=first.reduce_dtype, device=first.compute_device)
         self._rows = self.data.split([sum(each) for each in by_rank])

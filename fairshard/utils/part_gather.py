@@ -37,7 +37,7 @@ class PartGather(RowGather):
                     self._parts.append((exchange.send, [part[own]], target, number << 8))
 
     def start(self, tag: int) -> Transfer:
-        """Gather; this rank's row and parts are already written. See `Communicator.all_gather`."""
+        """Gather; this rank's row and parts are already written. See `RowGather.start`."""
         works: list[Any] = []
         if self.buffer.numel():
             works += super().start(tag).works

@@ -18,9 +18,23 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 
+from torch import Tensor
+
 from fairshard.utils.block import Block, rectangles
 from fairshard.utils.layout import FlatLayout
 from fairshard.utils.span import Span, cut
+
+
+class RepeatedBlock(Block):
+    """A block of which every row holds all elements of ``source``."""
+
+    def by_row(self) -> list[tuple[int, Span]]:
+        """Each row of the block, and the elements of the parameter, which are in all of them."""
+        return [(row, self.source) for row in range(*self.rows) if self.source.numel]
+
+    def like(self, flat: Tensor) -> Tensor:
+        """See `Block.like`."""
+        return flat[self.source.start : self.source.stop].expand(self.shape)
 
 
 class RowsLayout(FlatLayout):
@@ -64,7 +78,7 @@ class RowsLayout(FlatLayout):
         if self.sizes[index][0] is not None:
             return rectangles(Span(0, self.numels[index]), self.widths[index], self.columns[index])
         source = Span(0, self.numels[index])
-        return [Block(Span(0, self.world_size), source.shift(self.columns[index]), source)]
+        return [RepeatedBlock(Span(0, self.world_size), source.shift(self.columns[index]), source)]
 
     @cached_property
     def empty_blocks(self) -> list[Block]:

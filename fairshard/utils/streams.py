@@ -5,7 +5,6 @@ which are asynchronous there too, are waited for through their `fairshard.utils.
 """
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,13 +26,6 @@ class Stream:
             kind = getattr(torch.get_device_module(device.type), "Stream", torch.Stream)
             self._real = kind(device, priority=priority)
 
-    @classmethod
-    def of(cls, real: Any) -> "Stream":
-        """Wrap the user's stream; None is the program itself."""
-        stream = cls(torch.device("cpu"))
-        stream._real = real
-        return stream
-
     def use(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which new work goes to this stream."""
         if self._real is None:
@@ -41,19 +33,6 @@ class Stream:
         enter = getattr(torch.get_device_module(self._real.device.type), "stream", None)  # torch 2.6 needs it
         context: contextlib.AbstractContextManager[Any] = self._real if enter is None else enter(self._real)
         return context
-
-    @contextlib.contextmanager
-    def in_turn(self, device: torch.device) -> Iterator[None]:
-        """A context in which new work goes to this stream, behind that of the current stream of ``device``.
-
-        The current stream then waits for it, also after an exception: it may reuse memory that this work reads.
-        """
-        self.wait(now(device))
-        try:
-            with self.use():
-                yield
-        finally:
-            self.record().wait()
 
     def wait(self, event: "Event") -> None:
         """Make work queued on this stream from now on start after ``event``."""

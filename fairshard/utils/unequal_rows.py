@@ -46,7 +46,7 @@ class UnequalGather:
 
     @explained
     def start(self, tag: int) -> Transfer:
-        """Gather; this rank's row is already written. See `Communicator.all_gather`."""
+        """Gather; this rank's row is already written. See `RowGather.start`."""
         comm, own = self._comm, self._own
         comm.count("all_gather", self._nbytes)
         if self._exchange is not None:

@@ -19,15 +19,11 @@ from fairshard.utils.ragged_tensor import RaggedShard, RaggedTensor, ragged_of, 
 
 _DISTRIBUTE = "distribute_tensor"  # a whole value that every rank has
 _AFTER_BROADCAST = "_distribute_tensors"  # values that rank 0 has sent, each with the DTensor that it goes into
-_is_installed = False
 
 
+@functools.cache
 def cut_whole_values() -> None:
     """From now on, make torch's functions for full state dicts cut whole values where cuts of blocks are."""
-    global _is_installed
-    if _is_installed:
-        return
-    _is_installed = True
     for name, extended in ((_DISTRIBUTE, _also_by_blocks), (_AFTER_BROADCAST, _blocks_first)):
         original = getattr(_state_dict_utils, name, None)
         if original is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.utils.collectives import RowGather
 from tests.on_ranks import on_ranks
 from tests.reference import await_autograd
 
@@ -55,7 +56,7 @@ def full_grads(model):
     (flat_param,) = model._fairshard_unit.flat_params
     line = flat_param.shard.grad.new_empty(flat_param.line.layout.world_size, flat_param.shard_numel)
     line[flat_param.line.rank] = flat_param.shard.grad
-    flat_param.comm.all_gather(line, 0).wait()
+    RowGather(flat_param.comm, line).start(0).wait()
     return line.view(-1)[: flat_param.line.layout.numel]
 
 

@@ -11,6 +11,7 @@ from fairshard.utils.buckets import Bucket, Bucketer, Division
 from fairshard.utils.collectives import Communicator, Communicators, counters, reset_counters
 from fairshard.utils.groups import communicator
 from fairshard.utils.owned_bucket import OwnedBucket
+from fairshard.utils.streams import Stream
 from tests.kit import delayed, rank_device
 from tests.on_ranks import on_ranks
 
@@ -26,11 +27,12 @@ class Source:
         self.name, self.shard_numel, self.reduce_dtype = name, shard_numel, dtype
         comm = communicator(dist.group.WORLD)
         self.comms = Communicators(comm, comm)
-        self.bucket_kind, self.bucket_numel = Bucket, shard_numel * comm.world_size
+        self.bucket_kind, self.line = Bucket, self
+        self.layout = SimpleNamespace(padded_numel=shard_numel * comm.world_size)
         self.compute_device = rank_device()
         self.reduce_id = self.replica_id = comm.new_id()
         self.division = Division(1.0, float(comm.world_size))
-        self.hook, self.lands_at_once, self.landing_dtype = None, False, None
+        self.lands_at_once, self.landing_dtype = False, None
         self.value = 0.0
         self.accepted = []
 
@@ -47,6 +49,10 @@ class Source:
         assert reduced.shape == (self.shard_numel,)
         self.accepted.append(reduced.unique().tolist())
         Source.log.append(self.name)
+
+
+def bucketer_of(cap_mb):
+    return Bucketer(cap_mb, Stream(torch.device("cpu")))
 
 
 def mean(value=0.0):
@@ -67,7 +73,7 @@ def sent():
 def test_a_planned_pass_is_one_exact_bucket():
     """Sources that fit into the cap share one reduce-scatter of exactly their width; means arrive in plan order."""
     own = sources(3, 5, 1)
-    bucketer = Bucketer(25)
+    bucketer = bucketer_of(25)
     for _ in range(3):
         bucketer.plan(own)
         reset_counters()
@@ -84,7 +90,7 @@ def test_a_planned_pass_is_one_exact_bucket():
 def test_buckets_are_cut_at_the_cap(numels):
     """With room for 3 elements of each rank, sources share a bucket while they fit, in plan order."""
     own = sources(*numels)
-    bucketer = Bucketer(3 * 4 * 2 / MB)
+    bucketer = bucketer_of(3 * 4 * 2 / MB)
     bucketer.plan(own)
     reset_counters()
     for source in own:
@@ -103,7 +109,7 @@ def test_buckets_are_cut_at_the_cap(numels):
 def test_a_plan_is_a_hint():
     """Means are right in another order, with an unplanned source, and with a source that is reduced twice."""
     a, b, c, stranger = sources(3, 5, 1, 4)
-    bucketer = Bucketer(25)
+    bucketer = bucketer_of(25)
     bucketer.plan([a, b, c])
     for source in (c, stranger, a):
         bucketer.reduce(source)
@@ -119,7 +125,7 @@ def test_a_plan_is_a_hint():
 def test_what_does_not_come_is_not_waited_for():
     """A planned source that is not reduced delays nothing and gets no gradient; the next pass is complete."""
     a, b, c = sources(3, 5, 1)
-    bucketer = Bucketer(25)
+    bucketer = bucketer_of(25)
     bucketer.plan([a, b, c])
     bucketer.reduce(a)
     bucketer.reduce(c)
@@ -168,7 +174,7 @@ def test_what_a_rank_does_not_write_counts_as_zeros(kind):
 def test_reset_forgets_an_interrupted_pass():
     """After `reset` no gradient of the interrupted pass is delivered, and the next pass is right."""
     a, b, c = sources(3, 5, 1)
-    bucketer = Bucketer(8 * 4 * 2 / MB)  # a and b share a bucket, c has its own
+    bucketer = bucketer_of(8 * 4 * 2 / MB)  # a and b share a bucket, c has its own
     bucketer.plan([a, b, c])
     bucketer.reduce(a)
     bucketer.reduce(b)
@@ -187,7 +193,7 @@ def test_reset_forgets_an_interrupted_pass():
 def test_memory_is_bounded():
     """However late the other rank is, at most two buckets are in flight, and none holds memory after the pass."""
     own = sources(*[64] * 8)
-    bucketer = Bucketer(0)
+    bucketer = bucketer_of(0)
     bucketer.plan(own)
     buckets = []
 
@@ -210,7 +216,7 @@ def test_memory_is_bounded():
 def test_few_small_buckets_are_under_way():
     """Unplanned sources have buckets of their own, far below the cap; at most two of these are in flight."""
     own = sources(*[64] * 8)
-    bucketer = Bucketer(25)
+    bucketer = bucketer_of(25)
     with delayed(Communicator, "reduce_scatter", rank=1, delay=0.01):
         for source in own:
             bucketer.reduce(source)
@@ -223,7 +229,7 @@ def test_few_small_buckets_are_under_way():
 def test_dtypes_travel_apart():
     """Sources of different reduce dtypes never share a bucket, and both means are right."""
     a, b, c = Source("a", 3), Source("b", 3, torch.bfloat16), Source("c", 3)
-    bucketer = Bucketer(25)
+    bucketer = bucketer_of(25)
     bucketer.plan([a, b, c])
     reset_counters()
     for source in (a, b, c):
@@ -237,7 +243,7 @@ def test_dtypes_travel_apart():
 def test_alone_gradients_are_handed_over():
     """With one rank nothing is sent, and each source gets its own gradient immediately."""
     (a,) = sources(3)
-    bucketer = Bucketer(25)
+    bucketer = bucketer_of(25)
     bucketer.plan([a])
     bucketer.reduce(a)
     bucketer.drain()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fairshard.errors import CollectiveFailedError, FairshardError
 from fairshard.utils.agree import agree
-from fairshard.utils.collectives import counters, exchange_tag, reset_counters
+from fairshard.utils.collectives import RowGather, counters, exchange_tag, reset_counters
 from fairshard.utils.groups import (
     backend_name,
     communicator,
@@ -48,7 +48,7 @@ def test_all_gather_fills_every_row(dtype, numel):
     comm = communicator(dist.group.WORLD)
     buffer = torch.full((comm.world_size, numel), -1.0, dtype=dtype, device=rank_device())
     buffer[comm.rank] = value_of(comm.rank, 0, numel, dtype)
-    comm.all_gather(buffer, exchange_tag("all_gather", comm.new_id(), 0)).wait()
+    RowGather(comm, buffer).start(exchange_tag("all_gather", comm.new_id(), 0)).wait()
     expected = torch.stack([value_of(rank, 0, numel, dtype) for rank in range(comm.world_size)])
     assert torch.equal(buffer.cpu(), expected)
 
@@ -98,7 +98,7 @@ def test_many_under_way_and_waited_for_in_any_order():
         buffer[comm.rank] = 100 * number + comm.rank
         bucket = torch.full((comm.world_size, numel), float(number), device=rank_device())
         source = comm.new_id()
-        gathered = comm.all_gather(buffer, exchange_tag("all_gather", source, 0))
+        gathered = RowGather(comm, buffer).start(exchange_tag("all_gather", source, 0))
         reduced = comm.reduce_scatter(bucket, exchange_tag("reduce_scatter", source, 0))
         pending.append((number, buffer, gathered, reduced))
     for number, buffer, gathered, reduced in reversed(pending):
@@ -116,7 +116,7 @@ def test_ranks_may_start_exchanges_in_different_order():
     for number, buffer in enumerate(buffers):
         buffer[comm.rank] = 10 * number + comm.rank
     order = [0, 1] if comm.rank == 0 else [1, 0]
-    transfers = [comm.all_gather(buffers[i], exchange_tag("all_gather", 7 + i, 0)) for i in order]
+    transfers = [RowGather(comm, buffers[i]).start(exchange_tag("all_gather", 7 + i, 0)) for i in order]
     for transfer in transfers:
         transfer.wait()
     assert [buffer[:, 0].tolist() for buffer in buffers] == [[0, 1], [10, 11]]
@@ -173,7 +173,7 @@ def test_counters_count_number_and_bytes():
     reset_counters()
     assert counters() == {}
     with CollectiveCounter() as patched:
-        comm.all_gather(torch.zeros(comm.world_size, 5), 1).wait()
+        RowGather(comm, torch.zeros(comm.world_size, 5)).start(1).wait()
         comm.reduce_scatter(torch.zeros(comm.world_size, 7, dtype=torch.bfloat16), 2).wait()
         comm.all_reduce(torch.zeros(3)).wait()
     gathered, scattered, reduced = others * 5 * 4, others * 7 * 2, 3 * 4
@@ -195,7 +195,7 @@ def test_alone_nothing_moves():
     comm = communicator(dist.group.WORLD)
     reset_counters()
     with CollectiveCounter() as patched:
-        comm.all_gather(torch.zeros(1, 5), 1).wait()
+        RowGather(comm, torch.zeros(1, 5)).start(1).wait()
         comm.reduce_scatter(torch.zeros(1, 5), 2).wait()
         comm.all_reduce(torch.zeros(3)).wait()
     assert counters() == {}
@@ -277,7 +277,7 @@ def test_ranks_may_have_different_numbers_of_groups():
     if dist.get_rank() != 1:
         comm = communicator(pair)
         rows = torch.full((2, 3), float(dist.get_rank()), device=rank_device())
-        comm.all_gather(rows, exchange_tag("all_gather", comm.new_id(), 0)).wait()
+        RowGather(comm, rows).start(exchange_tag("all_gather", comm.new_id(), 0)).wait()
         assert rows.tolist() == [[0.0] * 3, [2.0] * 3]
     twins.append(subgroup([0, 1, 2], world))
     for twin in twins:

@@ -34,6 +34,7 @@ from fairshard.extras.join.grad_notes import GradNotes
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.buckets import Division
 from fairshard.utils.collectives import Communicator
+from fairshard.utils.hook_bucket import HookKind
 
 _FORWARD, _END_FORWARD, _END_BACKWARD, _END_STEP, _CALL, _OTHER, _FIRST = range(7)
 _DONE_ALONE = ("no_sync", "pickle or deepcopy", "clip_grad_norm_")
@@ -66,7 +67,7 @@ class Join(Observer):
                     "another one or has replicas. Give every rank the same number of batches instead."
                 )
         self._flat_params = [flat_param for unit in root.units for flat_param in unit.flat_params]
-        if not divides_by_all and any(flat_param.hook is not None for flat_param in self._flat_params):
+        if not divides_by_all and any(isinstance(flat_param.bucket_kind, HookKind) for flat_param in self._flat_params):
             raise ValueError(
                 "`divide_by_initial_world_size` must be True with a communication hook, which does all averaging, but "
                 "is False. Leave it out."

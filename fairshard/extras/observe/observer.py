@@ -22,7 +22,8 @@ from fairshard.engine.unit import Unit
 from fairshard.extras.observe.unit_event import END, Phase, UnitEvent
 from fairshard.params.rule import GradHome
 from fairshard.setup.arguments import units_to
-from fairshard.utils.buckets import Bucket, GradSource, Hook
+from fairshard.utils.buckets import Bucket, GradSource
+from fairshard.utils.hook_bucket import HookKind
 from fairshard.utils.transfers import Transfer
 
 
@@ -135,7 +136,7 @@ class Observation:
             bucketer = root.shared.bucketer
             self._tap(bucketer, "launch", self._on_launch)
             self._tap(bucketer, "deliver", self._on_deliver)
-            self._tap(bucketer, "reduce_by_hook", self._on_hook)
+            self._tap(bucketer, "reduce", self._on_reduce)
 
     def _tap(self, owner: Any, name: str, around: Around, *first: Any) -> None:
         self._undo.append(tap(owner, name, lambda method, *args, **kwargs: around(method, *first, *args, **kwargs)))
@@ -267,10 +268,11 @@ class Observation:
         self._report_of(bucket.sources, "reduce_wait" + END)
         self._report_of(bucket.sources, "reduce" + END)
 
-    def _on_hook(self, method: Any, source: GradSource, hook: Hook) -> None:
-        self._report_of([source], "reduce")
-        method(source, hook)
-        self._report_of([source], "reduce" + END)
+    def _on_reduce(self, method: Any, source: GradSource, *yields: Any) -> None:
+        hooked = [source] if isinstance(source.bucket_kind, HookKind) else []  # reduced by this call
+        self._report_of(hooked, "reduce")
+        method(source, *yields)
+        self._report_of(hooked, "reduce" + END)
 
     def _report_of(self, sources: Sequence[Any], event: str) -> None:
         units = dict.fromkeys(self._unit_of[source] for source in sources if source in self._unit_of)

@@ -40,6 +40,7 @@ class SourceBytes:
         self.reduce_dtype = unit.config.rule.reduce_dtype_of(flat.compute_dtype)
         self.compute_device = torch.device(device)
         self.shard_numel = flat.shard_numel
+        self.line: Any = flat  # has the layout
         self.bucket_numel = flat.layout.padded_numel
         self.bucket_kind = isinstance(flat.layout, OwnedLayout)  # the others share buckets
 

@@ -32,6 +32,7 @@ from fairshard.utils.custom_comms import (
 )
 from fairshard.utils.device import current_device
 from fairshard.utils.groups import communicator, subgroup
+from fairshard.utils.hook_streams import UserStream, in_turn
 from fairshard.utils.streams import Event, is_asynchronous
 from fairshard.views.owned import check_none_owned
 from fairshard.views.shown_dtensors import ShownDTensors
@@ -123,7 +124,7 @@ class CommMethods(nn.Module):
         if stream is not None and not hasattr(stream, "wait_event"):
             raise TypeError(f"`stream` must be a stream of the device, but is {stream!r}.")
         for flat_param in _routed(unit, "set_all_reduce_hook"):
-            flat_param.route.hook, flat_param.route.hook_stream = hook, stream
+            flat_param.route.hook = partial(_change, hook=hook, stream=stream)
             flat_param.follow_route()
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
@@ -205,7 +206,6 @@ class CommMethods(nn.Module):
                 on_accelerator = isinstance(shown, ShownDTensors) and shown.mesh.device_type != "cpu"
                 check_allocates(group, current_device() if on_accelerator else torch.device("cpu"))
             route = flat_param.route
-            route.uses_group_memory = enable
             route.gather = partial(CustomGather, custom=GroupAllGather(group)) if enable else None
             route.scatter = partial(CustomReduce, custom=GroupReduceScatter(group)) if enable else None
             flat_param.follow_route()
@@ -263,6 +263,13 @@ class CommMethods(nn.Module):
         root.shared.after_step = Event(event if on_accelerator else None)
 
 
+@torch.no_grad()
+def _change(reduced: Tensor, hook: Callable[[Tensor], object], stream: Any) -> None:
+    """Call ``hook``, which changes ``reduced`` in place, on the user's ``stream`` of an accelerator."""
+    with in_turn(UserStream(None if reduced.is_cpu else stream), reduced.device):
+        hook(reduced)
+
+
 def check_flag(name: str, value: Any) -> None:
     """Check that ``value``, of argument ``name``, is a bool.
 
@@ -297,7 +304,7 @@ def _customizable(unit: Unit, method: str, comm: Any) -> list[FlatParam]:
         raise TypeError(f"`comm` must have `__call__` and `allocate`, but is {comm!r}.")
     flat_params = _routed(unit, method)
     check_none_owned(flat_params, method)
-    if any(flat_param.route.uses_group_memory for flat_param in flat_params):
+    if any(map(_uses_group_memory, flat_params)):
         raise OptionsExcludeError(
             f"`{method}` cannot be combined with memory of the process group, but unit `{unit.fqn or 'root'}` uses "
             "it. Call set_allocate_memory_from_process_group_for_comm(False) first."
@@ -307,7 +314,13 @@ def _customizable(unit: Unit, method: str, comm: Any) -> list[FlatParam]:
 
 def _is_custom(flat_param: FlatParam) -> bool:
     route = flat_param.route
-    return not route.uses_group_memory and (route.gather is not None or route.scatter is not None)
+    return not _uses_group_memory(flat_param) and (route.gather is not None or route.scatter is not None)
+
+
+def _uses_group_memory(flat_param: FlatParam) -> bool:
+    """Whether its collectives are the engine's, in memory from the backend."""
+    gather = flat_param.route.gather
+    return isinstance(gather, partial) and isinstance(gather.keywords["custom"], GroupAllGather)
 
 
 _twins: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()

@@ -15,8 +15,9 @@ from fairshard.nn.data_parallel.wrapper.state import StateMethods
 from fairshard.optim.grad_norm import clip_grad_norm_
 from fairshard.settings.fsdp1 import ShardingStrategy
 from fairshard.utils.buckets import Division
-from fairshard.utils.dynamo import untraced
+from fairshard.utils.hook_bucket import HookKind
 from fairshard.utils.storage import is_same_memory
+from fairshard.utils.untraced import untraced
 from fairshard.views.owned import check_none_owned
 
 
@@ -86,7 +87,7 @@ class GradMethods(StateMethods):
                     "`register_comm_hook` must not be used with hybrid sharding, whose gradients are reduced in two "
                     f"groups, but unit `{unit.fqn or 'root'}` is {unit.config.sharding_strategy.name}."
                 )
-            if any(flat_param.hook is not None for flat_param in unit.flat_params):
+            if any(isinstance(flat_param.bucket_kind, HookKind) for flat_param in unit.flat_params):
                 raise RuntimeError("`register_comm_hook` must be called once, but a hook is already registered.")
         if OrderCheck.of(root).has_begun:
             raise RuntimeError("`register_comm_hook` must be called before the first forward, but one has run.")
@@ -97,7 +98,8 @@ class GradMethods(StateMethods):
             for flat_param in unit.flat_params:
                 if getattr(hook, "__name__", "") in _LOW_PRECISION:
                     flat_param.reduce_dtype = flat_param.compute_dtype  # the hook casts
-                flat_param.hook = _in_place(hook, state) if in_place else _into_shard(hook, state)
+                reduce = _in_place(hook, state) if in_place else _into_shard(hook, state)
+                flat_param.bucket_kind = HookKind(reduce, root.shared.reduce_stream, flat_param.name)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by ``factor`` instead of the number of ranks, for this unit and all units below.
