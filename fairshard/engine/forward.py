@@ -16,6 +16,7 @@ def call_in(unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwa
     engine: Engine = unit.root.engine
     hooks = engine.enter(unit, args, kwargs)
     try:
+        unit.open()
         if unit.input_dtype is not None:
             args, kwargs = cast_inputs_to_fp16(*args, dtype=unit.input_dtype, **kwargs)
         args, kwargs = waited(args, kwargs)

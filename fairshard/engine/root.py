@@ -99,7 +99,7 @@ class Engine:
     # ---- forward
 
     def enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallHooks | None:
-        """A call of ``unit`` begins: gather, prefetch; returns the hooks, if the call has a graph."""
+        """A call of ``unit`` begins: gather, prefetch; returns the hooks, if the call has a graph. Open the unit next."""
         self._take_thread(unit)
         self.drop_interrupted(unit.root)
         backward, hooks = self._backward(), None
@@ -116,7 +116,6 @@ class Engine:
                 self._leave(self._running, unit, completed=False)
                 raise
         unit.state = TrainingState.FORWARD
-        unit.open()
         return hooks
 
     def runs_again(self, unit: Unit) -> bool:

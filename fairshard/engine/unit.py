@@ -236,8 +236,9 @@ class Unit:
         self.seen = self.registered.shard_versions()
 
     def open(self) -> None:
-        """A call begins to compute with the whole parameters."""
-        if not self.open_calls:
+        """A call begins to compute with the whole parameters; `close` ends it, also if this raises."""
+        self.open_calls += 1
+        if self.open_calls == 1:
             for flat_param in self.flat_params:
                 flat_param.follow_requires_grad()
             if self.buffers is not None:
@@ -245,7 +246,6 @@ class Unit:
             if self.is_pinned:
                 self._warn_if_written()
             self.registered.swap(to_leaves=True)
-        self.open_calls += 1
 
     def close(self) -> None:
         """A call has ended, or raised."""

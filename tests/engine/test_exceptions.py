@@ -12,7 +12,7 @@ from torch import nn
 
 from fairshard.checks import optimizer_check
 from fairshard.engine.tree import every_root, units_below
-from fairshard.errors import PartialGradientError
+from fairshard.errors import FairshardError, PartialGradientError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.nn.data_parallel import TrainingState
@@ -120,6 +120,32 @@ def test_after_a_failed_forward_everything_is_idle_at_once():
         assert unit.state is TrainingState.IDLE
         assert not unit.is_gathered
     assert list(wrapped.state_dict()) == list(faulty(1).state_dict())
+
+
+class Freezing(nn.Linear):
+    """Freezes its weight in a forward, if ``freezes``."""
+
+    freezes = True
+
+    def forward(self, x):
+        self.weight.requires_grad_(not self.freezes)
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_a_call_that_cannot_begin_ends():
+    """A flat parameter cannot freeze a part of itself: its unit's next call raises, and no pass is left behind."""
+    inner = FSDP(Freezing(4, 4))
+    model = FSDP(nn.Sequential(inner, nn.Tanh(), inner))
+    with pytest.raises(FairshardError, match="requires_grad"):
+        model(randn(3, 4))
+    model.assert_state(TrainingState.IDLE)
+    assert model._unit.root.engine.is_between_passes
+    inner.module.freezes = False
+    with model.summon_full_params(model):
+        inner.module.weight.requires_grad_(True)
+    model(randn(3, 4)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
 
 
 @on_ranks(2)
