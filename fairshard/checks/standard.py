@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fairshard.checks.agreement import ValuesCheck
 from fairshard.checks.nan_check import NanCheck
 from fairshard.checks.order_check import OrderCheck
 from fairshard.checks.profile_regions import ProfileStart
 from fairshard.checks.usage import UsageCheck
+from fairshard.checks.values_check import ValuesCheck
 from fairshard.engine.observer import Observer
 from fairshard.engine.unit import Unit
 from fairshard.utils.collectives import Communicator

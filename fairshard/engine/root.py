@@ -99,7 +99,7 @@ class Engine:
     # ---- forward
 
     def enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallHooks | None:
-        """A call of ``unit`` begins: gather, prefetch; returns the hooks, if the call has a graph. Open the unit next."""
+        """A call of ``unit`` begins, which is opened next: gather, prefetch; returns the hooks, if it has a graph."""
         self._take_thread(unit)
         self.drop_interrupted(unit.root)
         backward, hooks = self._backward(), None
