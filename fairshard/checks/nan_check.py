@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import NonFiniteGradientError
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.collectives import Communicator
+from fairshard.utils.groups import communicator
 from fairshard.utils.user_line import level_of_user
 
 _MAX_NAMED = 4
@@ -31,7 +33,7 @@ class NanCheck(Observer):
     def __init__(self, units: list[Unit], comms: Sequence[Communicator]) -> None:
         self.is_on = units[0].config.nan_check
         self._units = units
-        self._comms = [comm for comm in comms if comm.peers]
+        self._comms = [comm for comm in (*comms, *_comms_of_dtensors(units)) if comm.peers]
         self._names: list[str] = []
         self._flags: list[Tensor] = []
         self._has_warned = False
@@ -120,3 +122,17 @@ def _is_finite(grad: Tensor) -> Tensor:
     if isinstance(values, DTensor):
         values = values._local_tensor  # an operator on DTensors could wait for other ranks
     return torch.isfinite(values.coalesce().values() if values.is_sparse else values).all()
+
+
+def _comms_of_dtensors(units: Iterable[Unit]) -> list[Communicator]:
+    """With ``nan_check``, communicators of the meshes of parameters that were DTensors: their ranks must raise too."""
+    slots: list[Any] = [
+        slot
+        for unit in units
+        if unit.config.nan_check
+        for flat_param in unit.flat_params
+        for slot in flat_param.slots
+        if slot.has_mesh
+    ]
+    meshes = dict.fromkeys(slot.spec.mesh for slot in slots)
+    return list(dict.fromkeys(communicator(mesh.get_group(dim)) for mesh in meshes for dim in range(mesh.ndim)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,20 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fairshard.checks.agreement import check_same, raise_together
-from fairshard.checks.standard import standard_observers
+from fairshard.checks.nan_check import NanCheck
+from fairshard.checks.order_check import OrderCheck
+from fairshard.checks.profile_regions import ProfileStart
+from fairshard.checks.usage import UsageCheck
+from fairshard.checks.values_check import ValuesCheck
 from fairshard.checks.watchdog import watch
+from fairshard.engine.observer import Observer
 from fairshard.engine.tree import units_below, walk
+from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.setup.materialize import OwnTensors
 from fairshard.setup.origin import Ignored, Origin
 from fairshard.setup.shared_params import SharedParams
+from fairshard.utils.collectives import Communicator
 from fairshard.utils.device import check_supported, current_device, default_device_type, device_count
 from fairshard.utils.dtensors import memory_of
 from fairshard.utils.groups import communicates, communicator
@@ -95,7 +102,7 @@ def make_ready(module: nn.Module, how: Construction, ignored: Ignored, groups: l
         own.move_buffers(device)
     places = _places_of(own.ignored, module)
     is_placed, shared = how.device is not None, SharedParams()
-    return Origin(device, own.ignored, is_placed, how.moves_inputs, sums, shared, standard_observers, places)
+    return Origin(device, own.ignored, is_placed, how.moves_inputs, sums, shared, _observers, places)
 
 
 def _places_of(ignored: Ignored, module: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -229,3 +236,14 @@ def _home(own: OwnTensors, wanted: torch.device | None, group: ProcessGroup) -> 
     if own.on_meta and default_device_type() != "cpu" and communicates(group, current_device()):
         return current_device()
     return next((param.device for param in own.ignored.params if not param.is_meta), cpu)
+
+
+def _observers(units: list[Unit], comms: Sequence[Communicator]) -> list[Observer]:
+    """The observers of a new model of ``units``, the outermost first, which communicate in ``comms``."""
+    return [
+        UsageCheck(units),
+        ValuesCheck(units),
+        OrderCheck(units, comms),
+        NanCheck(units, comms),
+        ProfileStart(units),
+    ]

@@ -29,7 +29,7 @@ from fairshard.setup.shared_params import SharedParams, refusal
 from fairshard.utils.names import join
 from fairshard.utils.storage import set_data
 from fairshard.utils.subclasses import POST, PRE, check_extended, is_extended, is_wrapper, refuse_wrapper
-from fairshard.views.aligned import AlignedLine
+from fairshard.views.copied_out import AlignedLine
 from fairshard.views.extended_param import ExtendedParam
 from fairshard.views.shown_dtensors import ShownDTensors
 from fairshard.views.shown_extended import ShownExtended

@@ -1,17 +1,18 @@
-"""Buckets whose gradients a user's hook reduces and averages, in place of the sums of ``collectives.py``."""
+"""Users' hooks on gradients: buckets that a hook reduces and averages, and the streams on which hooks run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fairshard.errors import FairshardError
 from fairshard.utils.buckets import Bucket, GradSource
-from fairshard.utils.hook_streams import in_turn
 from fairshard.utils.storage import alloc_storage_
-from fairshard.utils.streams import Stream
+from fairshard.utils.streams import Stream, now
 
 Hook = Callable[[Tensor, Tensor], object]
 """``hook(flat, shard)`` reduces ``flat`` ``[world_size * shard_numel]`` into ``shard`` ``[shard_numel]``."""
@@ -59,3 +60,24 @@ class HookBucket(Bucket):
         finally:
             self.close()
         return False
+
+
+class UserStream(Stream):
+    """The user's ``real`` stream; None: the current one."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+
+@contextlib.contextmanager
+def in_turn(stream: Stream, device: torch.device) -> Iterator[None]:
+    """A context in which new work goes to ``stream``, behind that of the current stream of ``device``.
+
+    The current stream then waits for it, also after an exception: it may reuse memory that this work reads.
+    """
+    stream.wait(now(device))
+    try:
+        with stream.use():
+            yield
+    finally:
+        stream.record().wait()

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from fairshard.params.gathered import Gather, Gathered
+from fairshard.params.line import FlatLine
 from fairshard.utils.block import joined_columns
+from fairshard.utils.collectives import Communicator
 from fairshard.utils.span import cut
 from fairshard.utils.storage import free_storage_
 from fairshard.utils.streams import now
@@ -124,3 +126,15 @@ class CopiedOut(Gathered):
             torch._foreach_copy_(self._targets, self._sources)
         if self.buffer.is_cpu and self is self._together[-1]:
             self._storage.resize_(0)
+
+
+class AlignedLine(FlatLine):
+    """See `FlatLine`. On a GPU, parameters are copied out of the gathered buffer if that is faster."""
+
+    def gathered_in(self, buffer: Tensor, comm: Communicator) -> Gathered:
+        """Memory of the whole parameters, gathered into ``buffer`` ``[W, S]``, or copied out of it to be aligned."""
+        if not is_to_align(self.shapes, self.layout.offsets, buffer.dtype, buffer.device):
+            return super().gathered_in(buffer, comm)
+        line, params = aligned_params(self.shapes, buffer, comm.world_size)
+        beside = Beside(line, params, self.params_of(buffer), params)
+        return CopiedOut(self.gather_of(buffer, comm), buffer, self.row_of(buffer), beside)

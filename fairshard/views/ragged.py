@@ -11,7 +11,7 @@ import torch
 
 from fairshard.utils.ragged_layout import RaggedLayout
 from fairshard.utils.ragged_tensor import RaggedShard
-from fairshard.views.aligned import AlignedLine
+from fairshard.views.copied_out import AlignedLine
 
 
 class Ragged(AlignedLine):

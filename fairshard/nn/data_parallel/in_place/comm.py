@@ -32,7 +32,7 @@ from fairshard.utils.custom_comms import (
 )
 from fairshard.utils.device import current_device
 from fairshard.utils.groups import communicator, subgroup
-from fairshard.utils.hook_streams import UserStream, in_turn
+from fairshard.utils.hook_bucket import UserStream, in_turn
 from fairshard.utils.streams import Event, is_asynchronous
 from fairshard.views.owned import check_none_owned
 from fairshard.views.shown_dtensors import ShownDTensors
