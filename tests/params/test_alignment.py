@@ -11,7 +11,7 @@ from fairshard.extras.planning.memory import GATHERED
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import MixedPrecision, MixedPrecisionPolicy, Owned, RowBlocks, ShardingStrategy, fully_shard
 from fairshard.nn.wrap import describe
-from fairshard.views import aligned, copied_out
+from fairshard.views import copied_out
 from fairshard.views.copied_out import CopiedOut, is_to_align
 from tests.models import tiny, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
@@ -75,7 +75,7 @@ def test_copies_change_no_bit(name):
     """Weights are those of parameters that compute where they lie on the line."""
     states = []
     for is_aligned in (False, True):
-        with mock.patch.object(aligned, "is_to_align", lambda *_, found=is_aligned: found):
+        with mock.patch.object(copied_out, "is_to_align", lambda *_, found=is_aligned: found):
             model = wrap_tiny(tiny(), **WAYS[name])
             train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), range(3))
         units = [unit for unit in model.modules() if isinstance(unit, FSDP)]

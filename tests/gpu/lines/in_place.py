@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import MixedPrecision, MixedPrecisionPolicy, fully_shard
-from fairshard.views import aligned, copied_out, rows
+from fairshard.views import copied_out, rows
 from tests.gpu.check import Missed, on_ranks
 from tests.gpu.delays import UNSHARD
 from tests.gpu.lines.construction import peak_of, require_at_most
@@ -107,7 +107,7 @@ def alignment(is_small):
     figures, least = {}, (1 if is_small else copied_out._LEAST_NUMEL)
     theirs, loss = _scaled_step("fsdp2", dim) if rank_device().type == "cuda" else (None, None)
     for engine in ("wrapper", "fully_shard"):
-        with mock.patch.object(aligned, "is_to_align", never), mock.patch.object(rows, "is_to_align", never):
+        with mock.patch.object(copied_out, "is_to_align", never), mock.patch.object(rows, "is_to_align", never):
             figures[f"{engine} as they lie, ms"], _ = _scaled_step(engine, dim)
         with mock.patch.object(copied_out, "_LEAST_NUMEL", least):
             own, found = _scaled_step(engine, dim)
