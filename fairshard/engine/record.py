@@ -7,7 +7,7 @@ reached no more.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from enum import IntEnum
 from itertools import count
 from types import FrameType
@@ -26,26 +26,15 @@ class ForwardOrder(Generic[UnitT]):
     what is predicted for those with gradients. Otherwise ranks would gather ahead in different orders.
     """
 
+    _expected: Sequence[UnitT] = ()
+
     def __init__(self) -> None:
         self._last: dict[bool, list[UnitT]] = {}
 
-    def begin(self, is_trained: bool = True) -> Following[UnitT]:
+    def begin(self, is_trained: bool = True) -> None:
         """A pass through the model starts, with gradients if ``is_trained``."""
-        expected = self._last.get(is_trained) or self._last.get(True, [])
-        this = self._last[is_trained] = []
-        return Following(expected, this)
-
-    def forget(self) -> None:
-        """Predict nothing in the next forward, because ranks may have run different passes."""
-        self._last.clear()
-
-
-class Following(Generic[UnitT]):
-    """One pass: writes its units to ``this``, and compares them with those ``expected``."""
-
-    def __init__(self, expected: Sequence[UnitT] = (), this: list[UnitT] | None = None) -> None:
-        self._expected = expected
-        self._this: list[UnitT] = [] if this is None else this
+        self._expected = self._last.get(is_trained) or self._last.get(True, [])
+        self._this = self._last[is_trained] = []
 
     def enter(self, unit: UnitT) -> UnitT | None:
         """``unit`` is called; returns the unit that followed it in the last pass, or None if this pass differs."""
@@ -54,6 +43,10 @@ class Following(Generic[UnitT]):
         if position + 1 < len(self._expected) and self._expected[position] is unit:
             return self._expected[position + 1]
         return None
+
+    def forget(self) -> None:
+        """Predict nothing in the next forward, because ranks may have run different passes."""
+        self._last.clear()
 
 
 class Sight(IntEnum):
@@ -142,20 +135,16 @@ class Pass(Generic[UnitT]):
         """The innermost call has ended."""
         self.events.append(~self._open.pop())
 
-    def drop(self, failed: Iterable[CallRecord[UnitT]]) -> None:
-        """Forget calls that raised, or that have not ended."""
-        lost = set(map(id, failed))
-        kept = [index for index, call in enumerate(self.calls) if id(call) not in lost]
-        new = {index: place for place, index in enumerate(kept)} | {~index: ~place for place, index in enumerate(kept)}
-        self.calls[:] = [self.calls[index] for index in kept]
-        self.events[:] = [new[event] for event in self.events if event in new]
-
     def cut(self, token: Token) -> Pass[UnitT]:
-        """End the pass, because a backward begins inside of it; returns the pass in which the open calls go on."""
+        """End the pass without its open calls, because a backward begins; returns the pass in which they go on."""
         rest = Pass[UnitT](token, self.is_common)
         for index in self._open:
             rest._begin(self.calls[index]).segment = -1
-        self.drop(rest.calls)
+        ended = [index for index in range(len(self.calls)) if index not in self._open]
+        new = dict(zip(ended, count()))
+        new |= {~index: ~place for index, place in new.items()}
+        self.calls[:] = [self.calls[index] for index in ended]
+        self.events[:] = [new[event] for event in self.events if event in new]
         return rest
 
 

@@ -20,7 +20,7 @@ from fairshard.engine.backward import Backward, problem_of
 from fairshard.engine.call_hooks import CallHooks, Probe
 from fairshard.engine.observer import Observer, listening
 from fairshard.engine.plan import Known, Plan, agree_on_plan, roots_of
-from fairshard.engine.record import CallRecord, Checkpoints, Following, ForwardOrder, Pass, Record, Sight, Token
+from fairshard.engine.record import CallRecord, Checkpoints, ForwardOrder, Pass, Record, Sight, Token
 from fairshard.engine.residency import Event, State
 from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState, assert_none_summoned
@@ -38,19 +38,15 @@ class _Running:
 
     Attributes:
         root: the model that was called first; ``roots``: all that were called.
-        following: what that model's next unit should be.
         open: the calls that have not ended, innermost last; None for a call to which no backward leads.
-        failed: calls that have raised.
     """
 
     def __init__(self, root: Root, is_trained: bool) -> None:
         self.root, self.is_trained = root, is_trained
         self.roots: list[Root] = []
-        self.following: Following[Unit] = Following()
         self.token = Token()
         self.record: Pass[Unit] = Pass(self.token, root.is_common)
         self.open: list[CallRecord[Unit] | None] = []
-        self.failed: list[CallRecord[Unit]] = []
 
     def cut(self) -> Pass[Unit]:
         """The calls that have ended, because a backward begins."""
@@ -130,7 +126,7 @@ class Engine:
             running.roots.append(unit.root)
             unit.root.begin_pass(unit, running.is_trained)
             if unit.root is running.root:
-                running.following = unit.root.order.begin(running.is_trained)
+                unit.root.order.begin(running.is_trained)
         if running.is_trained:
             checkpoint = current_checkpoint()
             if is_grad_enabled or checkpoint is not None:
@@ -141,7 +137,7 @@ class Engine:
         for call_enters in unit.root.listeners["call_enters"]:
             call_enters(unit)
         unit.on(Event.ENTER)
-        ahead, predicted = unit.ahead_in_forward, running.following.enter(unit)
+        ahead, predicted = unit.ahead_in_forward, running.root.order.enter(unit)
         if predicted is not None and unit.predicts_forward and not ahead:
             ahead = (predicted,)
         for other in ahead:
@@ -169,7 +165,8 @@ class Engine:
                     hooks.record.sight = Sight.HOOKS
                 elif any(flat_param.requires_grad for flat_param in unit.flat_params):
                     hooks.record.sight = Sight.LEAVES
-            unit.check_unwritten()
+            if not self.runs_again(unit):
+                self._tell_call_leaves(unit, completed=True)
         except BaseException:
             self.abort(unit)
             raise
@@ -209,16 +206,19 @@ class Engine:
         self._leave(self._running, unit, completed)
 
     def _leave(self, running: _Running, unit: Unit, completed: bool) -> None:
+        if not completed:
+            self._tell_call_leaves(unit, completed=False)
         record = running.open.pop()
         if record is not None:
             running.record.leave()
-            if not completed:
-                running.failed.append(record)
         if not unit.awaits_members:
             unit.on(Event.LEAVE, recorded=torch.is_grad_enabled())
-        is_last = not running.open
-        if is_last:
+        if not running.open:
             self._end_pass(running, completed)
+
+    def _tell_call_leaves(self, unit: Unit, completed: bool) -> None:
+        assert self._running is not None
+        is_last = len(self._running.open) == 1
         for call_leaves in unit.root.listeners["call_leaves"]:
             call_leaves(unit, completed, is_last)
 
@@ -233,8 +233,6 @@ class Engine:
                     unit.on(Event.PASS_ENDS, recorded=recorded)
         self._checkpoints.end_pass()
         if recorded:
-            if running.failed:
-                running.record.drop(running.failed)
             self._keep(running.record)
 
     # ---- backward

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from fairshard.engine.residency import Action, Event, Keeps, State, action
 from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState
-from fairshard.errors import ShardChangedError
 from fairshard.params.buffers import ComputeBuffers
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.gathered import KeptPart
@@ -23,7 +21,6 @@ from fairshard.utils.buckets import Bucketer
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.dynamo import not_traced, set_tracer
 from fairshard.utils.streams import now
-from fairshard.utils.user_line import level_of_user
 
 
 class Unit:
@@ -243,8 +240,6 @@ class Unit:
                 flat_param.follow_requires_grad()
             if self.buffers is not None:
                 self.buffers.attach()
-            if self.is_pinned:
-                self._warn_if_written()
             self.registered.swap(to_leaves=True)
 
     def close(self) -> None:
@@ -257,22 +252,6 @@ class Unit:
             if not self.awaits_members:
                 self.registered.swap(to_leaves=False)
 
-    def check_unwritten(self) -> None:
-        """Raise if the forward has written to a leaf.
-
-        Does not check leaves that are no longer registered: a backward inside the forward has freed them.
-
-        Raises:
-            ShardChangedError: names the first such parameter.
-        """
-        if self.registered.are_leaves and (fqn := self.registered.written()) is not None:
-            raise ShardChangedError(
-                f"Parameter `{fqn}` must not be written to inside the forward of its unit, but was (also "
-                "`nn.Embedding(max_norm=...)` does that): the change is lost when the gathered parameters are freed. "
-                "Compute with a changed value instead (`torch.nn.utils.parametrize`), or write between steps: inside "
-                "`summon_full_params`, or to the DTensor of `fully_shard`."
-            )
-
     def show(self) -> None:
         """Show the user the whole parameters until `unpin`, the end of a call, or a change of the shards."""
         self.wait_unshard()
@@ -280,22 +259,8 @@ class Unit:
 
     def unpin(self) -> None:
         """Free what the user has gathered."""
-        if self.is_pinned and not self.open_calls:
-            self._warn_if_written()
         self.is_pinned = False
         self.on(Event.RESHARD)
-
-    def _warn_if_written(self) -> None:
-        """Warn if the user has written to whole parameters that the shards do not hold, then forget it."""
-        are_copies = any(not flat_param.computes_on_shard for flat_param in self.flat_params)
-        if are_copies and (fqn := self.registered.written()) is not None:
-            warnings.warn(
-                f"Whole parameters must not be written to while their unit stays gathered, but `{fqn}` was: the change "
-                "is lost when they are freed. Write inside `summon_full_params`, or to the shards that `parameters()` "
-                "yields after the backward, or, with `fully_shard`, after `reshard()`.",
-                stacklevel=level_of_user(),
-            )
-        self.registered.note()
 
     # ---- backward
 

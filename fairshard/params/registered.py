@@ -1,6 +1,6 @@
 """What the modules of a unit have registered: the leaves while they compute, otherwise the shards.
 
-And what users have written to it, by torch's version counters, and assigned to ``.data``, by addresses.
+And what users have written to the shards, by torch's version counters, and assigned to ``.data``, by addresses.
 
 ::
 
@@ -19,16 +19,12 @@ from torch import Tensor, nn
 
 from fairshard.errors import ShardChangedError
 from fairshard.params.flat_param import FlatParam
-from fairshard.params.slot import ParamSlot
 
 # Parameters and attributes of a module, a name, the registered parameter, the leaf, the placeholder.
 _Params = dict[str, nn.Parameter | None]
 _Place = tuple[_Params, dict[str, Any], str, nn.Parameter | None, nn.Parameter | None, object]
 
-# For `map`, which takes less host time than a loop; the others are of slots.
-_VERSION = attrgetter("_version")
-_LEAF_VERSION, _LEAF, _SHOWN = attrgetter("leaf._version"), attrgetter("leaf"), attrgetter("shown")
-_SHOWS_OTHER = attrgetter("shows_other")
+_VERSION = attrgetter("_version")  # for `map`, which takes less host time than a loop
 
 
 class Registered:
@@ -37,18 +33,17 @@ class Registered:
     *Invariant*: a tensor that other code (``functional_call``) has put in a parameter's place stays there.
     """
 
-    __slots__ = ("_addressed", "_are_plain", "_flat_params", "_noted", "_places", "_slots", "_versioned", "are_leaves")
+    __slots__ = ("_addressed", "_flat_params", "_places", "_versioned", "are_leaves")
 
     def __init__(self, flat_params: Sequence[FlatParam] = ()) -> None:
         self.are_leaves = False
         self._flat_params = flat_params
         self._versioned = [tensor for flat_param in flat_params for tensor in flat_param.shows.versioned]
         self._addressed = [tensor for flat_param in flat_params for tensor in flat_param.shows.addressed]
-        self._slots = [slot for flat_param in flat_params for slot in flat_param.slots]
-        self._are_plain = all(type(slot) is ParamSlot for slot in self._slots)
         self._places: list[_Place] = [
             (module._parameters, module.__dict__, name, slot.registered, slot.leaf, slot.placeholder)
-            for slot in self._slots
+            for flat_param in flat_params
+            for slot in flat_param.slots
             for module, name in slot.owners
         ]
         for flat_param in flat_params:
@@ -77,29 +72,6 @@ class Registered:
                 continue
             if placeholder is not None:  # it would hide the leaf, or what the user has put there
                 attributes.pop(name, None)
-        self.note()
-
-    def note(self) -> None:
-        """Record the versions of the leaves, from which `written` starts."""
-        self._noted = list(map(_LEAF_VERSION, self._slots))
-
-    def written(self) -> str | None:
-        """The name of a leaf that a user has written to in place, or whose ``.data`` was assigned; None if none was.
-
-        Since the leaves were registered, or since `note`.
-        """
-        if not self.are_leaves or (list(map(_LEAF_VERSION, self._slots)) == self._noted and not self._shows_other()):
-            return None
-        for slot, version in zip(self._slots, self._noted, strict=True):
-            if slot.leaf._version != version or slot.shows_other:
-                return slot.fqn
-        return None
-
-    def _shows_other(self) -> bool:
-        if not self._are_plain:
-            return True in map(_SHOWS_OTHER, self._slots)
-        shown = map(Tensor.data_ptr, map(_SHOWN, self._slots))
-        return list(shown) != list(map(Tensor.data_ptr, map(_LEAF, self._slots)))
 
     # ---- the shards
 

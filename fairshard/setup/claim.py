@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fairshard.checks.agreement import check_agreement, raise_together
+from fairshard.checks.leaf_writes import unpin
 from fairshard.engine.root import Root
 from fairshard.engine.shared import Shared
 from fairshard.engine.tree import modules_of, unit_of, units_below, walk
@@ -40,7 +41,7 @@ def claim(module: nn.Module) -> Root:
     for old in before:
         old.assert_idle("forward of an outer unit")
     for fqn, unit in found:
-        unit.unpin()
+        unpin(unit)
         place(unit, fqn)
     units = [unit for _, unit in found]
     refused = None
@@ -173,7 +174,7 @@ def roots_below(module: nn.Module) -> list[Root]:
         unit = unit_of(part)
         if unit is not None:
             if unit.is_pinned and not unit.open_calls:
-                unit.unpin()
+                unpin(unit)
             roots[unit.root or claim(part)] = None
     return list(roots)
 

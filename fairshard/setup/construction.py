@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fairshard.checks.agreement import check_same, raise_together
+from fairshard.checks.leaf_writes import LeafWrites
 from fairshard.checks.nan_check import NanCheck
 from fairshard.checks.order_check import OrderCheck
 from fairshard.checks.profile_regions import ProfileStart
@@ -241,6 +242,7 @@ def _home(own: OwnTensors, wanted: torch.device | None, group: ProcessGroup) -> 
 def _observers(units: list[Unit], comms: Sequence[Communicator]) -> list[Observer]:
     """The observers of a new model of ``units``, the outermost first, which communicate in ``comms``."""
     return [
+        LeafWrites(units),  # first: what it raises ends the call before others are told
         UsageCheck(units),
         ValuesCheck(units),
         OrderCheck(units, comms),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fairshard.checks.leaf_writes import unpin
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
@@ -196,7 +197,7 @@ def as_parameter(flat_param: FlatParam, value: Tensor) -> nn.Parameter:
 
 @contextmanager
 def _summoned(unit: Unit) -> Iterator[None]:
-    unit.unpin()
+    unpin(unit)
     before, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
     try:
         for flat_param in unit.flat_params:

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fairshard.engine.record import Following
+from fairshard.engine.record import ForwardOrder
 from fairshard.engine.tree import units_below
 from fairshard.engine.unit import Unit
 from fairshard.nn import FullyShardedDataParallel as FSDP
@@ -148,7 +148,7 @@ def test_prefetch_changes_no_bit():
     for ahead in (True, False):
         model = wrap_tiny(tiny(), **({} if ahead else {"backward_prefetch": None}))
         optimizer = sgd(model)
-        nothing = mock.patch.object(Following, "enter", return_value=None)
+        nothing = mock.patch.object(ForwardOrder, "enter", return_value=None)
         with contextlib.nullcontext() if ahead else nothing:
             for step in range(3):
                 *inputs, targets = tiny_batch(torch.distributed.get_rank(), step)

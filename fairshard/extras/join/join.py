@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fairshard.checks.leaf_writes import unpin
 from fairshard.checks.nan_check import NanCheck
 from fairshard.checks.order_check import OrderCheck
 from fairshard.engine.observer import Observer
@@ -123,7 +124,7 @@ class Join(Observer):
         self._restore_divisions()
         if self.was_short:
             for unit in root.units:
-                unit.unpin()
+                unpin(unit)
             root.record.passes.clear()
         root.order.forget()
         leave(root)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fairshard.engine.record import Following, ForwardOrder, Pass
+from fairshard.engine.record import ForwardOrder, Pass
 from fairshard.engine.schedule import CallPlace, Kind, Schedule, UnitRule, build
 from fairshard.extras.planning.bucket_bytes import BucketBytes, SourceBytes
 from fairshard.extras.planning.wrap_plan import BucketRow, MemoryTerm, WrapPlan
@@ -149,7 +149,6 @@ class _Step:
         self._source_of = {param: s for every in self.sources.values() for s in every for param in s.params}
         self._units = list(units)
         self._order: ForwardOrder[PlannedUnit] = ForwardOrder()
-        self._following: Following[PlannedUnit] = Following()
         self._pass: Pass[PlannedUnit] = Pass()
         self._calls: list[int] = []  # calls that the backward has not reached, as ``~number``
         self.schedule = Schedule()
@@ -172,7 +171,7 @@ class _Step:
 
     def run(self) -> None:
         """Simulate a forward and a backward, then drop the gradients."""
-        self._following = self._order.begin()
+        self._order.begin()
         self._pass = Pass()
         self._forward(self._root)
         while self._ahead:
@@ -234,7 +233,7 @@ class _Step:
         self._at = f"in the forward of {unit.fqn or 'the root'}"
         self._ahead.discard(unit)
         self._pass.enter(unit)
-        ahead = self._following.enter(unit)
+        ahead = self._order.enter(unit)
         self._gather(unit)
         if ahead is not None and ahead not in self._gathered and self._root.config.forward_prefetch is not False:
             self._ahead.add(ahead)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from fairshard.checks.leaf_writes import unpin
 from fairshard.checks.optimizer_check import watch_copy, watch_optimizers
 from fairshard.checks.scaling_check import watch_scaling
 from fairshard.engine.training_state import TrainingState
@@ -386,7 +387,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
         unit = self._unit
         if unit.root is not None:
             unit.root.assert_idle("pickle or deepcopy")
-        unit.unpin()
+        unpin(unit)
         return self.__dict__.copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

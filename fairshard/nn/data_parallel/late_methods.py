@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fairshard.checks.leaf_writes import LeafWrites
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.tree import units_below
 from fairshard.engine.unit import Unit
@@ -46,7 +47,7 @@ def refusing(unit: Unit, module: nn.Module, name: str, method: Callable[..., Any
         except Exception as error:
             why = "" if isinstance(error, FairshardError) else f" It raised {type(error).__name__}: {error}"
             raise ParameterShardedError(f"{text} {CURES[name]}{why}") from error
-        if any(each.is_pinned and each.registered.written() is not None for each in units):
+        if any(each.is_pinned and LeafWrites.of(each.root).written(each) is not None for each in units):
             raise ParameterShardedError(f"{text} {CURES[name]}")
         return result
 

@@ -9,6 +9,7 @@ from typing import Any, overload
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fairshard.checks.leaf_writes import unpin
 from fairshard.checks.optimizer_check import watch_optimizers
 from fairshard.engine.tree import UNIT_ATTRIBUTE, is_wrapper, modules_of, unit_of, units_below
 from fairshard.engine.unit import Unit
@@ -151,7 +152,7 @@ def fully_shard(
     )
     tree = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     for _, inner in units_below(tree):
-        inner.unpin()
+        unpin(inner)
     if shard_placement_fn is not None:
         options = {"shard_placement_fn": shard_placement_fn, "mp_policy": mp_policy, "offload_policy": offload_policy}
         options |= {"reshard_after_forward": reshard_after_forward, "ignored_params": ignored_params}

@@ -13,6 +13,7 @@ import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fairshard.checks.leaf_writes import show, unpin
 from fairshard.checks.optimizer_check import watch_copy
 from fairshard.engine.residency import Event
 from fairshard.engine.root import Root
@@ -48,7 +49,7 @@ class UnshardHandle(torch.distributed.fsdp.UnshardHandle):
         """Wait for the all-gather, and register the whole parameters; a second call does nothing."""
         unit, self._unit = self._unit, None
         if unit is not None and unit.is_gathered:
-            unit.show()
+            show(unit)
 
 
 class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types of its own for custom communication
@@ -124,7 +125,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
                 f"`reshard` must not be called inside the forward of the module itself, `{unit.fqn or 'root'}`, which "
                 "computes with the parameters. Call it after the forward."
             )
-        unit.unpin()
+        unpin(unit)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free the parameters after each forward from now on, or keep them for the backward.
@@ -277,7 +278,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         for unit in _units_of(self, recurse):  # check before anything changes
             check_conversion(unit, fn)
             if unit.state is not TrainingState.FORWARD:
-                unit.unpin()
+                unpin(unit)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         adopt_changes(self._fairshard_unit)
         return self
