@@ -21,6 +21,7 @@ import torch.distributed as dist
 from fairshard.checks.positions import BEGINS_BACKWARD, BEGINS_FORWARD, GATHERED_AGAIN, Place, first_difference
 from fairshard.checks.watchdog import watch
 from fairshard.engine.observer import Observer
+from fairshard.engine.residency import State
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError
@@ -166,7 +167,7 @@ class OrderCheck(Observer):
         if in_backward:
             self.noted.append(self._numbers[unit])
             return
-        if unit.is_gathered:
+        if unit.memory is not State.SHARDED:
             self.noted.append(self._numbers[unit] + len(self._names))
         if self.in_join:
             return

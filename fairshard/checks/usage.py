@@ -1,9 +1,9 @@
-"""Warnings about what costs memory or has no effect when a pass begins, and one kind of backward that is refused."""
+"""What is refused when a pass or a backward begins, and warnings about what costs memory or has no effect."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any
 
@@ -12,9 +12,12 @@ from torch import nn
 
 from fairshard.engine.observer import Observer
 from fairshard.engine.record import Sight
+from fairshard.engine.root import Root
+from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
-from fairshard.errors import FairshardError
-from fairshard.utils.autograd import reaches
+from fairshard.errors import FairshardError, GradRequiresGradError, TrainingStateError
+from fairshard.utils.autograd import NO_BACKWARD, current_task, reaches
+from fairshard.utils.streams import current_stream, is_asynchronous
 from fairshard.utils.user_line import level_of_user
 
 
@@ -25,9 +28,19 @@ class UsageCheck(Observer):
         self._units = units
         self._turns = count()
         self._warned_autocast = self._warned_hooks = False
+        self._with_hidden: set[Unit] = set()  # that the user knows of
+        self._stream: Any = None  # of the first pass
 
     def pass_begins(self, unit: Any, is_trained: bool) -> None:
-        """Look at autocast, and at one parameter of each flat param, another one in each pass (host time)."""
+        """Look at autocast, and at one parameter of each flat param, another one in each pass (host time).
+
+        Raises:
+            TrainingStateError: a unit is summoned, or the current stream is not that of the first pass.
+        """
+        is_inner = unit is not self._units[0] and not torch.is_grad_enabled()  # then the outermost may be summoned
+        assert_none_summoned(self._units[is_inner:], "forward")
+        if is_asynchronous(unit.device):
+            self._check_stream(unit, current_stream(unit.device))
         if not self._warned_autocast and torch.is_autocast_enabled(unit.device.type):
             self._warned_autocast = _warn_autocast(self._units)
         turn = next(self._turns)
@@ -40,13 +53,47 @@ class UsageCheck(Observer):
                 stacklevel=level_of_user(),
             )
 
+    def _check_stream(self, unit: Unit, stream: Any) -> None:
+        self._stream = self._stream or stream
+        if stream != self._stream:
+            raise TrainingStateError(
+                f"A sharded model must run on one stream, {self._stream}, that of its first forward, but unit "
+                f"`{unit.fqn or 'root'}` was called on another one, {stream}. Enter the stream before the first "
+                "forward."
+            )
+
+    def call_leaves(self, unit: Unit, completed: bool, is_last: bool) -> None:
+        """Warn of outputs that hide tensors."""
+        if unit.is_hidden and unit not in self._with_hidden:
+            self._with_hidden.add(unit)
+            warnings.warn(
+                f"Unit `{unit.fqn or 'root'}` returned objects that fairshard cannot look into. It stays gathered "
+                "until the next forward, because a backward through them would be noticed too late. Return tensors in "
+                "tuples, lists, dicts, dataclasses or objects of Python classes without `__slots__`.",
+                stacklevel=level_of_user(),
+            )
+
     def backward_begins(self, passes: Sequence[Any]) -> None:
+        """Refuse what a backward cannot compute.
+
+        Raises:
+            TrainingStateError: a unit that ``passes`` have called is summoned.
+            GradRequiresGradError: gradients would have a graph of their own.
+            FairshardError: parameters would get no gradients.
+        """
+        assert_none_summoned({*self._units, *(call.unit for one in passes for call in one.calls)}, "backward")
+        if torch.is_grad_enabled() and current_task() != NO_BACKWARD:
+            raise GradRequiresGradError(
+                "Gradients of a sharded unit must not require grad, but the backward of "
+                f"`{self._units[0].fqn or 'the root'}` was started with create_graph=True. Sharded gradients cannot "
+                "be differentiated again; compute such terms on a module that is not sharded."
+            )
+        self._refuse_split(passes)
+
+    def _refuse_split(self, passes: Sequence[Any]) -> None:
         """Raise if the graph task computes gradients of inputs alone, as a pipeline schedule that splits backwards.
 
         Only if the schedule has set the model up for one of several backwards, in which gradients are kept.
-
-        Raises:
-            FairshardError: parameters would get no gradients.
         """
         root = self._units[0].root
         if root.is_last_backward or any(unit.sync or unit.reshard_after_backward for unit in self._units):
@@ -70,6 +117,38 @@ class UsageCheck(Observer):
                 if param._backward_hooks:
                     return str(next(one.name for one in flat_param.stepped if one.shard is param))
         return None
+
+
+def assert_none_summoned(units: Iterable[Unit], what: str) -> None:
+    """Raise if the parameters of one of ``units`` are summoned when a ``what`` begins.
+
+    Raises:
+        TrainingStateError: a unit is summoned.
+    """
+    for unit in units:
+        if unit.state is TrainingState.SUMMON_FULL_PARAMS:
+            raise TrainingStateError(
+                f"A {what} must not run inside summon_full_params, but unit `{unit.fqn or 'root'}` is summoned. "
+                "Leave the `with` block first. Only a forward under `torch.no_grad()`, such as that of `generate`, may "
+                "run inside, if all units or the outermost alone (`recurse=False`) are summoned, on all ranks."
+            )
+
+
+def assert_idle(root: Root, what: str, units: Sequence[Unit] | None = None) -> None:
+    """Raise if a pass is running in one of ``units`` of ``root``, when ``what`` is called; None: in any.
+
+    Raises:
+        TrainingStateError: a pass is running.
+    """
+    root.engine.drop_interrupted(root)
+    for unit in root.units if units is None else units:
+        if unit.state is not TrainingState.IDLE:
+            raise TrainingStateError(
+                f"`{what}` must be called between passes, in state IDLE, but unit `{unit.fqn or 'root'}` is in "
+                f"{unit.state.name}. Call it after the backward has returned."
+            )
+    for observer in root.observers:
+        observer.needs_all(what)
 
 
 def _warn_autocast(units: list[Unit]) -> bool:

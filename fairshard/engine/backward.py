@@ -16,19 +16,17 @@ call is proved by the next event. A gradient that arrives after its unit was sen
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from fairshard.engine.exchange import ASSUMED
 from fairshard.engine.plan import Plan
 from fairshard.engine.record import CallRecord
 from fairshard.engine.residency import Event
 from fairshard.engine.schedule import Kind
-from fairshard.engine.training_state import TrainingState, assert_none_summoned
+from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
-from fairshard.errors import BackwardOrderError, GradRequiresGradError, ParameterShardedError
+from fairshard.errors import BackwardOrderError, ParameterShardedError
 from fairshard.params.shard_grad import unexpected_error
 from fairshard.utils.autograd import at_end_of_task
 from fairshard.utils.dynamo import not_traced, set_tracer
@@ -62,17 +60,18 @@ class Backward:
         task: returns None once the graph task has ended; after an exception the task ends without calling ``on_end``.
     """
 
+    _cursor, _passed = 0, -1  # position of the next step, and of the last mark that this rank has passed
+    _is_broken = False  # an error is raised in the middle of a step
+
     def __init__(
         self, first: Any, plan: Plan, outer: Backward | None = None, on_end: Callable[[], None] | None = None
     ) -> None:
         self._plan, self.outer = plan, outer
         self.roots, self.units, self.passes = plan.roots, plan.units, plan.alive
         self.reached = list(dict.fromkeys([first, *plan.reached]))
-        self._cursor, self._passed = 0, -1
         self._run_again: dict[int, int] = {}  # number of calls that a checkpoint has run again, by segment
         self.used: set[Unit] = set()
         self._sent: set[Unit] = set()
-        self._is_broken = False  # an error is raised in the middle of a step
         self.task: Callable[[], object] = _no_task if on_end is None else _hold(self.used, on_end)
 
     @property
@@ -107,7 +106,7 @@ class Backward:
 
     def _arrive(self, call: CallRecord[Unit]) -> None:
         """This rank's backward is at the outputs of ``call``, or of a call inside of it."""
-        call.unit.registered.check_unchanged(call.versions)
+        call.unit.check_unchanged(call.versions)
         if call.unit not in self.used:
             self._use(call.unit)
 
@@ -198,31 +197,33 @@ class Backward:
 
     # ---- the end
 
-    def finish(self) -> bytearray | None:
-        """The graph task is over: execute the remaining steps. **Collective.**
+    def finish(self) -> None:
+        """The graph task is over: execute the remaining steps, and write all gradients. **Collective.**
 
-        Returns for each parameter whether any rank has given it a gradient, if that was not known at the beginning.
+        May raise what a user's hook on gradients raises.
         """
         self._walk(len(self._plan.schedule.steps))
-        for unit in self.units:
-            for flat_param in unit.flat_params:
-                if not flat_param.line.numel:
-                    flat_param.drop_grads()
-                elif 1 not in flat_param.reached and flat_param.has_leaf_grads:
-                    raise unexpected_error(flat_param.name)
-                elif unit.sync and flat_param.has_leaf_grads:
-                    raise late_error(unit.fqn)
-        return self._plan.agree_on_leaves() if self._plan.agreed.flags & ASSUMED else None
+        for unit, flat_param, _ in self._plan.own.leaves:
+            if not flat_param.line.numel:
+                flat_param.drop_grads()
+            elif 1 not in flat_param.reached and flat_param.has_leaf_grads:
+                raise unexpected_error(flat_param.name)
+            elif unit.sync and flat_param.has_leaf_grads:
+                raise late_error(unit.fqn)
+        leaves = self._plan.agree_on_leaves() if self._plan.agreed.flags & ASSUMED else None
+        for root in self.roots:
+            if any(map(self.lists, root.units)):
+                for unit in root.units:
+                    unit.end_backward(awaited=not root.is_last_backward and not self.lists(unit))
+            root.finish_grads()
+        if leaves is not None:
+            self._retract(leaves)
 
-    def retract(self, leaves: bytearray) -> None:
-        """Remove the zero gradients of parameters that no rank has reached after all; ``leaves``: see `finish`."""
-        start = 0
-        for unit in self.units:
-            for flat_param in unit.flat_params:
-                stop = start + len(flat_param.slots)
-                if 1 in flat_param.reached and unit.sync:
-                    flat_param.grad.retract(leaves[start:stop])
-                start = stop
+    def _retract(self, leaves: bytearray) -> None:
+        """Remove the zero gradients of parameters that no rank has reached after all, those not in ``leaves``."""
+        for unit, flat_param, part in self._plan.own.leaves:
+            if 1 in flat_param.reached and unit.sync:
+                flat_param.grad.retract(leaves[part])
 
     def abandon(self) -> None:
         """After an exception: issue the remaining collectives, and drop their results. **Collective.**
@@ -246,29 +247,6 @@ class Backward:
             for bucketer in bucketers:
                 bucketer.drain()
                 bucketer.drops = False
-
-
-def problem_of(units: Sequence[Unit], is_in_task: bool) -> Exception | None:
-    """Read the settings of ``units``, and drop kept gradients that the user has zeroed, because a backward begins.
-
-    Returns the error that prevents this rank from starting, if any. ``is_in_task``: in a graph task of its own.
-    """
-    try:
-        assert_none_summoned(units, "backward")
-        for unit in units:
-            unit.settle()
-            for flat_param in unit.flat_params:
-                flat_param.follow_requires_grad()
-                flat_param.forget_zeroed()
-        if torch.is_grad_enabled() and is_in_task:
-            raise GradRequiresGradError(
-                "Gradients of a sharded unit must not require grad, but the backward of "
-                f"`{units[0].fqn or 'the root'}` was started with create_graph=True. Sharded gradients cannot "
-                "be differentiated again; compute such terms on a module that is not sharded."
-            )
-    except Exception as error:
-        return error
-    return None
 
 
 def _hold(units: set[Unit], on_end: Callable[[], None]) -> Callable[[], object]:

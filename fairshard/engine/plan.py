@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -19,6 +19,7 @@ from fairshard.engine.record import Pass, Sight
 from fairshard.engine.schedule import CallPlace, Schedule, UnitRule, build
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
+from fairshard.params.flat_param import FlatParam
 from fairshard.utils.autograd import reaches
 from fairshard.utils.collectives import Communicator
 
@@ -64,7 +65,8 @@ class Proposal:
     Attributes:
         roots: the models that the passes go through, and the first.
         calls: the recorded calls, in the order of their numbers in the schedule.
-        units: those of the models; their positions are their numbers in the schedule.
+        units: those of the models; ``number``: the number of each in the schedule, its position.
+        leaves: each flat param, its unit, and its part of `Answers.leaves`.
         known: what is kept of a backward with the same calls.
         answers: what this rank reaches.
         segments: the checkpoints that this rank runs again.
@@ -77,6 +79,14 @@ class Proposal:
         for index, call in enumerate(self.calls):
             call.index = index
         self.units = [unit for root in self.roots for unit in root.units]
+        self.number = {unit: index for index, unit in enumerate(self.units)}
+        self.leaves: list[tuple[Unit, FlatParam, slice]] = []
+        start = 0
+        for unit in self.units:
+            for flat_param in unit.flat_params:
+                stop = start + len(flat_param.slots)
+                self.leaves.append((unit, flat_param, slice(start, stop)))
+                start = stop
         self.known = self._known_of(self.roots[0].kept)
         self.answers = Answers(bytearray(len(self.calls)), alive=bytearray([one.is_alive for one in passes]))
         self.unseen: set[Unit] = set()
@@ -134,7 +144,6 @@ class Proposal:
 
     def _new_known(self, key: Any, segments: dict[int, int]) -> Known:
         made = Known(key)
-        number = {unit: index for index, unit in enumerate(self.units)}
         for forward, one in enumerate(self.passes):
             start = len(made.places)
             made.events += [event + start if event >= 0 else event - start for event in one.events]
@@ -142,7 +151,8 @@ class Proposal:
                 is_empty = not call.unit.has_shards
                 if is_empty:
                     made.empty.add(len(made.places))
-                made.places.append(CallPlace(number[call.unit], forward, -1 if is_empty else segments[call.segment]))
+                segment = -1 if is_empty else segments[call.segment]
+                made.places.append(CallPlace(self.number[call.unit], forward, segment))
         comms = [comm for root in self.roots if root.is_common for comm in root.comms]
         comms = [comm for comm in dict.fromkeys(comms) if comm.peers]
         made.peers = [self._peers_of(comm, made) for comm in comms]
@@ -150,15 +160,11 @@ class Proposal:
         return made
 
     def _peers_of(self, comm: Communicator, made: Known) -> Peers:
-        talks = [comm in (unit.comm, unit.replicas) and unit.has_shards for unit in self.units]
+        talking = {unit for unit in self.units if comm in (unit.comm, unit.replicas) and unit.has_shards}
         common = [one.is_common for one in self.passes]
-        calls = [call for call, place in enumerate(made.places) if talks[place.unit] and common[place.forward]]
-        leaves: list[int] = []
-        start = 0
-        for unit, is_talking in zip(self.units, talks, strict=True):
-            stop = start + sum(len(flat_param.slots) for flat_param in unit.flat_params)
-            leaves += range(start, stop) if is_talking else ()
-            start = stop
+        places = enumerate(zip(self.calls, made.places, strict=True))
+        calls = [index for index, (call, place) in places if call.unit in talking and common[place.forward]]
+        leaves = [leaf for unit, _, part in self.leaves if unit in talking for leaf in range(part.start, part.stop)]
         return Peers(comm, calls, leaves, sorted({made.places[call].forward for call in calls}))
 
     @staticmethod
@@ -193,12 +199,11 @@ class Proposal:
         """
         own, known, calls = self.answers, self.known, self.calls
         unsure: set[Unit] = set()
-        for unit in self.units:
-            for flat_param in unit.flat_params:
-                which = flat_param.reach()
-                if 0 in which:
-                    unsure.add(unit)
-                own.leaves += which
+        for unit, flat_param, _ in self.leaves:
+            which = flat_param.reach()
+            if 0 in which:
+                unsure.add(unit)
+            own.leaves += which
         reached, lives = own.calls, own.alive
         assumed: set[Unit] = set()
         for index, call in enumerate(calls):
@@ -235,13 +240,10 @@ class Proposal:
 
     def _assume(self, units: set[Unit]) -> None:
         """Count all leaves of ``units`` as reached, because their graph does not exist yet."""
-        start = 0
-        for unit in self.units:
-            for flat_param in unit.flat_params:
-                if unit in units and flat_param.line.numel:
-                    for index, node in enumerate(flat_param.nodes):
-                        self.answers.leaves[start + index] |= node is not None
-                start += len(flat_param.slots)
+        for unit, flat_param, part in self.leaves:
+            if unit in units and flat_param.line.numel:
+                trained = bytes(node is not None for node in flat_param.nodes)
+                self.answers.leaves[part] = map(max, self.answers.leaves[part], trained)
 
 
 class Plan:
@@ -273,16 +275,9 @@ class Plan:
     def _make_schedule(self, resident: bytes) -> Schedule:
         """Build the schedule, or reuse that of the last backward if nothing has changed."""
         owed, known, reached = self._note_owed(self.agreed.leaves), self.own.known, self.agreed.calls
-        rules = [  # all that `_rule` looks at
-            (unit.unshard_in_backward, unit.rule, unit.keeps, [*map(ref, unit.ahead_in_backward)])
-            for unit in self.units
-        ]
-        resident = resident or bytes(map(holds_for_all, self.units))
-        inputs = reached, resident, owed, rules
+        inputs = reached, resident or bytes(map(holds_for_all, self.units)), owed, list(map(self._rule, self.units))
         if known.inputs != inputs:
-            ruled = tuple(map(self._rule, self.units))
-            known.schedule = build(known.events, known.places, reached, resident, owed, ruled)
-            known.inputs = inputs
+            known.schedule, known.inputs = build(known.events, known.places, *inputs), inputs
         return known.schedule
 
     def _own_marks(self) -> set[int]:
@@ -292,21 +287,15 @@ class Plan:
 
     def _note_owed(self, leaves: bytearray) -> bytes:
         """Record in each flat param which parameters have gradients on any rank; returns which units have any."""
-        owed = bytearray()
-        start = 0
-        for unit in self.units:
-            before = start
-            for flat_param in unit.flat_params:
-                stop = start + len(flat_param.slots)
-                flat_param.note_reached(leaves[start:stop])
-                start = stop
-            owed.append(1 in leaves[before:start])
+        owed = bytearray(len(self.units))
+        for unit, flat_param, part in self.own.leaves:
+            flat_param.note_reached(leaves[part])
+            owed[self.own.number[unit]] |= 1 in leaves[part]
         return bytes(owed)
 
     def _rule(self, unit: Unit) -> UnitRule:
-        ahead = unit.ahead_in_backward
-        number = {other: place for place, other in enumerate(self.units)} if ahead else {}
-        named = tuple(number[other] for other in ahead if other in number)
+        number = self.own.number
+        named = tuple(number[other] for other in unit.ahead_in_backward if other in number)
         return UnitRule(
             unit.unshard_in_backward,
             unit.keeps.reshard_after_backward,
@@ -318,9 +307,8 @@ class Plan:
     def agree_on_leaves(self) -> bytearray:
         """Which parameters have received gradients on any rank, after the backward. **Collective.**"""
         found = Answers()
-        for unit in self.units:
-            for flat_param in unit.flat_params:
-                found.leaves += flat_param.contributed
+        for _, flat_param, _ in self.own.leaves:
+            found.leaves += flat_param.contributed
         peers = [one._replace(calls=(), alive=()) for one in self.own.known.peers]
         agree_on(found, peers, [0] * len(peers))
         return found.leaves
@@ -337,17 +325,30 @@ class Plan:
 
 
 def agree_on_plan(
-    passes: Sequence[Pass[Unit]], first: Any, problem: Exception | None, is_restricted: bool, resident: bytes = b""
+    passes: Sequence[Pass[Unit]],
+    first: Any,
+    is_restricted: bool = False,
+    resident: bytes = b"",
+    begin: Callable[[], None] | None = None,
 ) -> Plan:
     """Plan a backward of ``passes``, which has reached the model ``first``, with the other ranks. **Collective.**
 
-    ``problem``: why this rank cannot begin. ``is_restricted``: the backward computes only some gradients.
-    ``resident``: for each unit, whether all ranks hold it gathered, if this one does not know.
+    ``is_restricted``: the backward computes only some gradients. ``resident``: for each unit, whether all ranks hold it
+    gathered, if this one does not know. ``begin``: is called first, and may raise.
 
     Raises:
         RanksDisagreeError: on every rank, if they have run different things.
         FairshardError: on every rank, if any has a problem.
     """
+    problem = None
+    try:
+        if begin is not None:
+            begin()
+        for root in roots_of(passes, first):
+            for unit in root.units:
+                unit.read_settings()
+    except Exception as error:
+        problem = error
     own = Proposal(passes, first, is_restricted)
     agreed = own.agree(problem)
     if agreed is None:

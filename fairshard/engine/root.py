@@ -6,9 +6,8 @@ One `Engine` serves all models of the same ranks: a backward through several mod
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from operator import attrgetter
 from typing import Any
@@ -16,21 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairshard.engine.backward import Backward, problem_of
+from fairshard.engine.backward import Backward
 from fairshard.engine.call_hooks import CallHooks, Probe
 from fairshard.engine.observer import Observer, listening
-from fairshard.engine.plan import Known, Plan, agree_on_plan, roots_of
+from fairshard.engine.plan import Known, Plan, agree_on_plan
 from fairshard.engine.record import CallRecord, Checkpoints, ForwardOrder, Pass, Record, Sight, Token
 from fairshard.engine.residency import Event, State
 from fairshard.engine.shared import Shared
-from fairshard.engine.training_state import TrainingState, assert_none_summoned
+from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError, TrainingStateError
 from fairshard.utils.autograd import NO_BACKWARD, current_checkpoint, current_task, is_recorded_later
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.nested import apply_to_all, plain_objects
-from fairshard.utils.streams import current_stream
-from fairshard.utils.user_line import level_of_user
 
 
 class _Running:
@@ -65,12 +62,13 @@ class Engine:
         roots: the models, which keep their passes.
     """
 
+    _running: _Running | None = None
+    _thread = 0  # that runs a pass, or ran the last one
+
     def __init__(self) -> None:
         self.roots: weakref.WeakSet[Root] = weakref.WeakSet()
         self._backward: Callable[[], Backward | None] = _NONE
         self._places, self._checkpoints = count(), Checkpoints()
-        self._running: _Running | None = None
-        self._thread = 0  # that runs a pass, or ran the last one
 
     @property
     def is_between_passes(self) -> bool:
@@ -94,8 +92,22 @@ class Engine:
 
     # ---- forward
 
+    def call(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``function(*args, **kwargs)`` as a forward of ``unit``. **Collective.**
+
+        Gathers, prefetches, and registers the leaves while ``function`` computes.
+        """
+        hooks = self.enter(unit, args, kwargs)
+        try:
+            unit.open()
+            outputs = function(*args, **kwargs)
+        except BaseException:
+            self.abort(unit)
+            raise
+        return self.leave(unit, outputs, hooks)
+
     def enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallHooks | None:
-        """A call of ``unit`` begins, which is opened next: gather, prefetch; returns the hooks, if it has a graph."""
+        """Begin a call; returns its hooks, if it has a graph."""
         self._take_thread(unit)
         self.drop_interrupted(unit.root)
         backward, hooks = self._backward(), None
@@ -105,11 +117,11 @@ class Engine:
             if self._running is None:
                 self._running = _Running(unit.root, torch.is_grad_enabled())
             try:
-                hooks = self._enter(self._running, unit)
+                hooks = self._record(self._running, unit)
                 if hooks is not None:
                     hooks.see_inputs(args, kwargs)
             except BaseException:
-                self._leave(self._running, unit, completed=False)
+                self._end_call(self._running, unit, completed=False)
                 raise
         unit.state = TrainingState.FORWARD
         return hooks
@@ -119,14 +131,12 @@ class Engine:
         backward = self._backward()
         return backward is not None and current_task() != NO_BACKWARD and unit.root in backward.roots
 
-    def _enter(self, running: _Running, unit: Unit) -> CallHooks | None:
+    def _record(self, running: _Running, unit: Unit) -> CallHooks | None:
         record, is_grad_enabled = None, torch.is_grad_enabled()
         running.open.append(None)
         if unit.root not in running.roots:
             running.roots.append(unit.root)
             unit.root.begin_pass(unit, running.is_trained)
-            if unit.root is running.root:
-                unit.root.order.begin(running.is_trained)
         if running.is_trained:
             checkpoint = current_checkpoint()
             if is_grad_enabled or checkpoint is not None:
@@ -137,7 +147,7 @@ class Engine:
         for call_enters in unit.root.listeners["call_enters"]:
             call_enters(unit)
         unit.on(Event.ENTER)
-        ahead, predicted = unit.ahead_in_forward, running.root.order.enter(unit)
+        ahead, predicted = unit.ahead_in_forward, unit.root.order.enter(unit)
         if predicted is not None and unit.predicts_forward and not ahead:
             ahead = (predicted,)
         for other in ahead:
@@ -179,15 +189,6 @@ class Engine:
         outputs = apply_to_all(unit.copied_out, outputs, objects)
         if hooks is None:
             return outputs
-        if objects is None and not unit.has_hidden:
-            unit.has_hidden = True
-            warnings.warn(
-                f"Unit `{unit.fqn or 'root'}` returned {type(outputs).__name__}, which holds objects that fairshard "
-                "cannot look into. It stays gathered until the next forward, because a backward through them would "
-                "be noticed too late. Return tensors in tuples, lists, dicts, dataclasses or objects of Python classes "
-                "without `__slots__`.",
-                stacklevel=level_of_user(),
-            )
         unit.is_hidden = unit.is_hidden or objects is None
         return apply_to_all(hooks.watch_output, outputs, objects)
 
@@ -203,9 +204,9 @@ class Engine:
         if not unit.open_calls:
             unit.state = TrainingState.IDLE
         assert self._running is not None
-        self._leave(self._running, unit, completed)
+        self._end_call(self._running, unit, completed)
 
-    def _leave(self, running: _Running, unit: Unit, completed: bool) -> None:
+    def _end_call(self, running: _Running, unit: Unit, completed: bool) -> None:
         if not completed:
             self._tell_call_leaves(unit, completed=False)
         record = running.open.pop()
@@ -267,12 +268,7 @@ class Engine:
         if self._running is not None:  # inside of a forward
             self._keep(self._running.cut())
         passes = [one for one in self.passes if not first.is_alone or one.goes_only_through(first.units)]
-        try:
-            first.begin_backward(passes)
-            problem = problem_of([unit for root in roots_of(passes, first) for unit in root.units], is_in_task=True)
-        except Exception as error:
-            problem = error
-        plan = agree_on_plan(passes, first, problem, is_restricted)
+        plan = agree_on_plan(passes, first, is_restricted, begin=lambda: first.begin_backward(passes))
         backward = Backward(first, plan, self.backward, self._end_backward)
         self._set_backward(backward, plan)
         for root in backward.reached[1:]:
@@ -283,19 +279,13 @@ class Engine:
         """The graph task of the running backward is over."""
         backward = self._backward()
         assert backward is not None
-        self._finish(backward)
-        self._leave_backward(backward)
+        backward.finish()
+        self._release(backward)
         for root in backward.reached:
-            root.notify_end(backward)
-
-    @staticmethod
-    def _finish(backward: Backward) -> None:
-        """Walk to the end, and write all gradients. **Collective.**"""
-        leaves = backward.finish()
-        for root in backward.roots:
-            root.end_backward(backward)  # may raise what a user's hook on gradients raises
-        if leaves is not None:
-            backward.retract(leaves)
+            is_reached = any(map(backward.lists, root.units))
+            reduces = is_reached and backward.sends and any(unit.sync for unit in root.units)
+            for backward_ends in root.listeners["backward_ends"]:
+                backward_ends(is_reached, reduces)
 
     def is_over(self, backward: Backward) -> bool:
         """Whether the graph task of ``backward`` has ended.
@@ -310,13 +300,13 @@ class Engine:
 
         ``resident``: for each unit, whether the ranks that compute hold it gathered.
         """
-        plan = agree_on_plan(passes, root, problem_of(root.units, is_in_task=False), False, resident)
+        plan = agree_on_plan(passes, root, resident=resident)
         backward = Backward(root, plan)
         self._set_backward(backward, plan)
         try:
-            self._finish(backward)
+            backward.finish()
         finally:
-            self._leave_backward(backward)
+            self._release(backward)
 
     def _set_backward(self, backward: Backward, plan: Plan) -> None:
         self._backward = weakref.ref(backward)
@@ -324,14 +314,11 @@ class Engine:
             root.backward = backward
             root.record.passes = [one for one in root.record.passes if one not in plan.own.passes]
 
-    def _leave_backward(self, backward: Backward) -> None:
-        outer = backward.outer
-        self._backward = _NONE if outer is None else weakref.ref(outer)
-        self._release(backward)
-
     def _release(self, backward: Backward) -> None:
-        """``backward`` is over: another one may reach its passes."""
+        """``backward`` is over: the one around it goes on, and another one may reach its passes."""
         outer = backward.outer
+        if self._backward() is backward:
+            self._backward = _NONE if outer is None else weakref.ref(outer)
         for one in backward.passes:
             one.calls[0].unit.root.record.passes.append(one)
         for root in backward.roots:
@@ -344,12 +331,9 @@ class Engine:
 
         One that went only through other models waits until these are used, because other ranks may have dropped them.
         """
-        running = self.backward
-        if running is None:
+        if self.backward is None:
             self._backward = _NONE
-        while running is not None and running is not root.backward:
-            running = running.outer
-        if running is not root.backward:
+        if root.backward is not None and self.is_over(root.backward):
             self._abandon(root.backward)
 
     def _abandon(self, backward: Backward | None) -> None:
@@ -437,7 +421,6 @@ class Root:
         self.is_last_backward, self.is_alone = True, False
         self.join: Any = None
         self._reads_host_memory = any(fp.shows.on_cpu for unit in units for fp in unit.flat_params)
-        self._stream = current_stream(shared.device) if shared.is_asynchronous else None
 
     def __del__(self) -> None:
         if self.backward is not None:  # it has raised
@@ -455,51 +438,18 @@ class Root:
     # ---- passes
 
     def begin_pass(self, unit: Unit, is_trained: bool) -> None:
-        """The first call of a pass through the model begins, at ``unit``.
-
-        Raises:
-            TrainingStateError: a unit is summoned, or the current stream is not that of the first pass.
-        """
-        is_inner = unit is not self.units[0] and not torch.is_grad_enabled()  # then the outermost may be summoned
-        assert_none_summoned(self.units[is_inner:], "forward")
-        if self._stream is not None and current_stream(self.shared.device) != self._stream:
-            raise TrainingStateError(
-                f"A sharded model must run on one stream, {self._stream}, that of its first forward, but unit "
-                f"`{unit.fqn or 'root'}` was called on another one, {current_stream(self.shared.device)}. Enter the "
-                "stream before the first forward."
-            )
+        """The first call of a pass through the model begins, at ``unit``."""
         for pass_begins in self.listeners["pass_begins"]:
             pass_begins(unit, is_trained)
         for each in self.units:
             each.begin_pass()
         self.shared.await_step()
-
-    def adopt_passes(self, before: Collection[Root]) -> None:
-        """Keep the passes that models ``before`` have begun at units which have joined this one."""
-        joined = [one for old in before for one in old.record.passes if one.calls[0].unit.root is self]
-        for old in before:
-            old.record.passes = [one for one in old.record.passes if one not in joined]
-        for one in sorted(joined, key=_PLACE):
-            self.record.add(one, one.place)
+        self.order.begin(is_trained)
 
     def begin_backward(self, passes: Sequence[Pass[Unit]]) -> None:
         """A backward that may reach ``passes`` begins."""
         for backward_begins in self.listeners["backward_begins"]:
             backward_begins(passes)
-
-    def end_backward(self, backward: Backward) -> None:
-        """The running backward is over."""
-        if any(map(backward.lists, self.units)):
-            for unit in self.units:
-                unit.end_backward(awaited=not self.is_last_backward and not backward.lists(unit))
-        self.finish_grads()
-
-    def notify_end(self, backward: Backward) -> None:
-        """The running backward is over, and its gradients are on the shards."""
-        is_reached = any(map(backward.lists, self.units))
-        reduces = backward.sends and any(unit.sync for unit in self.units)
-        for backward_ends in self.listeners["backward_ends"]:
-            backward_ends(is_reached, is_reached and reduces)
 
     def finish_grads(self) -> None:
         """Send the gradients that wait in buckets, wait for all sums, and write them to the shards."""
@@ -537,21 +487,3 @@ class Root:
         for observer in self.observers:
             observer.ranks_differ()
         return RanksDisagreeError("Every rank must run the same units in the same order, but they differ.")
-
-    # ---- state
-
-    def assert_idle(self, what: str, units: list[Unit] | None = None) -> None:
-        """Raise if a pass is running in one of ``units``; None: all units.
-
-        Raises:
-            TrainingStateError: a pass is running.
-        """
-        self.engine.drop_interrupted(self)
-        for unit in self.units if units is None else units:
-            if unit.state is not TrainingState.IDLE:
-                raise TrainingStateError(
-                    f"`{what}` must be called between passes, in state IDLE, but unit `{unit.fqn or 'root'}` is in "
-                    f"{unit.state.name}. Call it after the backward has returned."
-                )
-        for observer in self.observers:
-            observer.needs_all(what)

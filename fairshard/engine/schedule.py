@@ -52,8 +52,7 @@ class CallPlace(NamedTuple):
     segment: int = -1
 
 
-@dataclass(frozen=True)
-class UnitRule:
+class UnitRule(NamedTuple):
     """How one unit is treated in a backward.
 
     ``gathers``: whether it is gathered at all. ``frees``: whether it is freed after its last call. ``frees_between``:
@@ -128,6 +127,9 @@ def build(
 class _Builder:
     """The schedule built so far, and the units that are gathered at that point."""
 
+    _num_reached = 0
+    _last_send = -1  # position of the last send, if no gather follows it yet
+
     def __init__(
         self,
         calls: Sequence[CallPlace],
@@ -150,16 +152,6 @@ class _Builder:
                 self.schedule.segments.setdefault(segment, []).append(call)
         self._order = order  # all calls, as the backward reaches them
         self._last_place = {calls[call].unit: place for place, call in enumerate(order)}  # there, of each unit
-        self._num_reached = 0
-        self._last_send: int | None = None  # position of the last send, if no gather follows it yet
-        self._next: dict[int, int] = {}  # for each call, the next reached call of another unit
-        following: int | None = None
-        for position in range(len(order) - 2, -1, -1):
-            call, after = order[position], order[position + 1]
-            if calls[after].unit != calls[call].unit:
-                following = after
-            if following is not None:
-                self._next[call] = following
 
     def reach(self, call: int) -> None:
         """The backward reaches the outputs of ``call``."""
@@ -182,7 +174,9 @@ class _Builder:
         if call != self._first_in[forward, unit]:
             return
         rule, is_last = self._rules[unit], call == self._first[unit]
-        if is_last or (rule.frees_between and not self._is_next(unit)):
+        following = self._next_call()
+        is_next = following is not None and self._calls[following].unit == unit
+        if is_last or (rule.frees_between and not is_next):
             self.schedule.steps.append(Step(Kind.FREE, unit))
             if rule.frees:
                 self._gathered.discard(unit)
@@ -191,9 +185,9 @@ class _Builder:
         if rule.waits:
             self._gather_ahead(unit, call)
 
-    def _is_next(self, unit: int) -> bool:
-        """Whether the next call that the backward reaches is one of ``unit``."""
-        return self._num_reached < len(self._order) and self._calls[self._order[self._num_reached]].unit == unit
+    def _next_call(self) -> int | None:
+        """The next call that the backward reaches."""
+        return self._order[self._num_reached] if self._num_reached < len(self._order) else None
 
     def send_rest(self) -> None:
         """Send the gradients of units that have no call in the schedule."""
@@ -213,18 +207,16 @@ class _Builder:
     def _gather(self, unit: int, call: int) -> None:
         if unit not in self._gathered and self._rules[unit].gathers:
             self._gathered.add(unit)
-            if self._last_send is not None:
+            if self._last_send >= 0:
                 self.schedule.yields.add(self._last_send)
-                self._last_send = None
+                self._last_send = -1
             self.schedule.steps.append(Step(Kind.GATHER, unit, call))
 
     def _gather_ahead(self, unit: int, call: int) -> None:
         ahead = self._rules[unit].ahead
-        if ahead is None:
-            following = self._next.get(call)
-            if following is not None and following not in self.schedule.at:
-                self._gather(self._calls[following].unit, following)
-            return
-        for other in ahead:
+        following = self._next_call()
+        if ahead is None and following is not None:
+            self._gather(self._calls[following].unit, following)
+        for other in ahead or ():
             if self._last_place.get(other, -1) >= self._num_reached:
                 self._gather(other, call)

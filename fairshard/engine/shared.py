@@ -18,6 +18,9 @@ class Shared:
         after_step: event recorded after the optimizer's step by the user; None: all work queued so far.
     """
 
+    free = Event()
+    after_step: Event | None = None
+
     def __init__(self, device: torch.device, bucket_cap_mb: float) -> None:
         self.device = device
         self.is_asynchronous = is_asynchronous(device)
@@ -26,8 +29,6 @@ class Shared:
         self.transfers = GradTransfers(device)
         self.copies = CopyOuts(device)
         self.bucketer = Bucketer(bucket_cap_mb, self.reduce_stream)
-        self.free = Event()
-        self.after_step: Event | None = None
 
     def await_step(self) -> None:
         """Make gathers from now on wait for the optimizer's step, which runs on the current stream."""

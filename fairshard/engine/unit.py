@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from fairshard.engine.residency import Action, Event, Keeps, State, action
 from fairshard.engine.shared import Shared
 from fairshard.engine.training_state import TrainingState
+from fairshard.errors import ShardChangedError
 from fairshard.params.buffers import ComputeBuffers
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.gathered import KeptPart
@@ -21,6 +23,8 @@ from fairshard.utils.buckets import Bucketer
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.dynamo import not_traced, set_tracer
 from fairshard.utils.streams import now
+
+_VERSION = attrgetter("_version")  # for `map`, which takes less host time than a loop
 
 
 class Unit:
@@ -41,7 +45,7 @@ class Unit:
         keeps: what the user wants to stay gathered, as of the last `settle`.
         stamp: version counters of the shards when they were gathered; ``seen``: when the pass began.
         open_calls: calls that have begun and not ended.
-        is_hidden: its outputs hide tensors from which a backward could begin; ``has_hidden``: the user knows.
+        is_hidden: its outputs hide tensors from which a backward could begin.
         is_pinned: the user has gathered it between passes, and no call of it has ended since.
     """
 
@@ -60,7 +64,6 @@ class Unit:
     seen: Sequence[int] = ()
     open_calls = 0
     is_hidden = False
-    has_hidden = False
     is_pinned = False
 
     def __init__(
@@ -103,6 +106,9 @@ class Unit:
             flat_param.materialize(comms, self.rule, shared.transfers, self._leaf_hook())
             flat_param.gathered.copies = shared.copies
         self.registered = Registered(self.flat_params)
+        shows = [flat_param.shows for flat_param in self.flat_params]
+        self._versioned = [tensor for one in shows for tensor in one.versioned]
+        self._addressed = [tensor for one in shows for tensor in one.addressed]
         self.input_dtype = self.rule.root_input_dtype if self is root.units[0] else self.rule.input_dtype
         if self.rule.buffer_dtype is not None:
             self.buffers = ComputeBuffers(self.origin.without_ignored(modules), self.rule.buffer_dtype)
@@ -152,6 +158,30 @@ class Unit:
                     return tensor.clone()
         return tensor
 
+    # ---- the shards
+
+    def _versions(self) -> list[int]:
+        """The version counters of shards and of their views, then the addresses of what users may assign to."""
+        return [*map(_VERSION, self._versioned), *map(Tensor.data_ptr, self._addressed)]
+
+    def check_unchanged(self, before: Sequence[int]) -> None:
+        """Raise if a shard was written to since the forward, when it was gathered and `stamp` was ``before``.
+
+        Raises:
+            ShardChangedError: names the first such shard.
+        """
+        versions = self._versions()
+        if versions == before:
+            return
+        owners = [flat_param for flat_param in self.flat_params for _ in flat_param.shows.versioned]
+        owners += [flat_param for flat_param in self.flat_params for _ in flat_param.shows.addressed]
+        changed = owners[[new != old for new, old in zip(versions, before, strict=True)].index(True)]
+        raise ShardChangedError(
+            "The weights of a unit must not change between its forward and its backward, but those of "
+            f"`{changed.name}` (rank {changed.line.rank}) did. Run the backward before the optimizer's step, "
+            "load_state_dict or any other change, or run the forward again after it."
+        )
+
     # ---- residency
 
     def on(self, event: Event, recorded: bool = True) -> None:
@@ -161,7 +191,7 @@ class Unit:
             self.memory,
             event,
             self.keeps,
-            stale=reuses and self.registered.shard_versions() != self.stamp,
+            stale=reuses and self._versions() != self.stamp,
             open_calls=self.open_calls,
             recorded=recorded,
             hidden=self.is_hidden,
@@ -180,7 +210,7 @@ class Unit:
     def unshard(self, in_backward: bool) -> None:
         """Start gathering; called by `on` alone. **Collective.**"""
         stream = self.shared.unshard_stream
-        self.stamp = self.registered.shard_versions()
+        self.stamp = self._versions()
         if self.stamp != self.seen and not in_backward:  # written to since the pass began, on this stream
             self._read_shards()
             self.stamp = self.seen
@@ -230,7 +260,7 @@ class Unit:
         """Adopt what the user has written and assigned."""
         for flat_param in self.flat_params:
             flat_param.begin_pass()
-        self.seen = self.registered.shard_versions()
+        self.seen = self._versions()
 
     def open(self) -> None:
         """A call begins to compute with the whole parameters; `close` ends it, also if this raises."""
@@ -263,6 +293,13 @@ class Unit:
         self.on(Event.RESHARD)
 
     # ---- backward
+
+    def read_settings(self) -> None:
+        """A backward begins: read what the user has asked for, and drop pending gradients that the user has zeroed."""
+        self.settle()
+        for flat_param in self.flat_params:
+            flat_param.follow_requires_grad()
+            flat_param.forget_zeroed()
 
     def begin_backward(self) -> None:
         """A backward computes with the parameters from now on."""

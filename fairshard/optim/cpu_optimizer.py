@@ -20,6 +20,7 @@ from fairshard.checks.optimizer_check import (
     finds_parts,
 )
 from fairshard.checks.shards import stepped_of
+from fairshard.checks.usage import assert_idle
 from fairshard.engine.root import Root
 from fairshard.engine.tree import unit_of, units_below
 from fairshard.errors import FairshardError
@@ -208,7 +209,7 @@ class CPUOptimizer(Optimizer):
         if self._early is not None:
             raise FairshardError("`last_backward` was entered twice without a step in between. Call optimizer.step().")
         root = self._root()
-        root.assert_idle("last_backward")
+        assert_idle(root, "last_backward")
         if NanCheck.of(root).is_on:
             raise ValueError(
                 "`last_backward` must not be used on a model with `nan_check=True`, which checks gradients after the "

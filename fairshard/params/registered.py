@@ -1,7 +1,5 @@
 """What the modules of a unit have registered: the leaves while they compute, otherwise the shards.
 
-And what users have written to the shards, by torch's version counters, and assigned to ``.data``, by addresses.
-
 ::
 
     modules     `_parameters`                  attribute
@@ -12,19 +10,15 @@ And what users have written to the shards, by torch's version counters, and assi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from fairshard.errors import ShardChangedError
 from fairshard.params.flat_param import FlatParam
 
 # Parameters and attributes of a module, a name, the registered parameter, the leaf, the placeholder.
 _Params = dict[str, nn.Parameter | None]
 _Place = tuple[_Params, dict[str, Any], str, nn.Parameter | None, nn.Parameter | None, object]
-
-_VERSION = attrgetter("_version")  # for `map`, which takes less host time than a loop
 
 
 class Registered:
@@ -33,13 +27,10 @@ class Registered:
     *Invariant*: a tensor that other code (``functional_call``) has put in a parameter's place stays there.
     """
 
-    __slots__ = ("_addressed", "_flat_params", "_places", "_versioned", "are_leaves")
+    __slots__ = ("_places", "are_leaves")
 
     def __init__(self, flat_params: Sequence[FlatParam] = ()) -> None:
         self.are_leaves = False
-        self._flat_params = flat_params
-        self._versioned = [tensor for flat_param in flat_params for tensor in flat_param.shows.versioned]
-        self._addressed = [tensor for flat_param in flat_params for tensor in flat_param.shows.addressed]
         self._places: list[_Place] = [
             (module._parameters, module.__dict__, name, slot.registered, slot.leaf, slot.placeholder)
             for flat_param in flat_params
@@ -72,27 +63,3 @@ class Registered:
                 continue
             if placeholder is not None:  # it would hide the leaf, or what the user has put there
                 attributes.pop(name, None)
-
-    # ---- the shards
-
-    def shard_versions(self) -> list[int]:
-        """The version counters of shards and of their views, then the addresses of what users may assign to."""
-        return [*map(_VERSION, self._versioned), *map(Tensor.data_ptr, self._addressed)]
-
-    def check_unchanged(self, before: Sequence[int]) -> None:
-        """Raise if a shard was written to since the forward, when `shard_versions` returned ``before``.
-
-        Raises:
-            ShardChangedError: names the first such shard.
-        """
-        versions = self.shard_versions()
-        if versions == before:
-            return
-        owners = [flat_param for flat_param in self._flat_params for _ in flat_param.shows.versioned]
-        owners += [flat_param for flat_param in self._flat_params for _ in flat_param.shows.addressed]
-        changed = owners[[new != old for new, old in zip(versions, before, strict=True)].index(True)]
-        raise ShardChangedError(
-            "The weights of a unit must not change between its forward and its backward, but those of "
-            f"`{changed.name}` (rank {changed.line.rank}) did. Run the backward before the optimizer's step, "
-            "load_state_dict or any other change, or run the forward again after it."
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import nn
 
 from fairshard.checks.agreement import check_agreement, raise_together
 from fairshard.checks.leaf_writes import unpin
+from fairshard.checks.usage import assert_idle
 from fairshard.engine.root import Root
 from fairshard.engine.shared import Shared
 from fairshard.engine.tree import modules_of, unit_of, units_below, walk
@@ -39,7 +41,7 @@ def claim(module: nn.Module) -> Root:
     found = units_below(module)
     before = dict.fromkeys(unit.root for _, unit in found if unit.root is not None)
     for old in before:
-        old.assert_idle("forward of an outer unit")
+        assert_idle(old, "forward of an outer unit")
     for fqn, unit in found:
         unpin(unit)
         place(unit, fqn)
@@ -93,8 +95,17 @@ def claim(module: nn.Module) -> Root:
             among = part_of(comms[unit].shard, unit.config.reshard_after_forward, unit.fqn)
             if among is not None:
                 unit.keep_parts(among)
-    root.adopt_passes(before)
+    _move_passes(before, root)
     return root
+
+
+def _move_passes(before: Iterable[Root], root: Root) -> None:
+    """Let ``root`` keep the passes that models ``before`` have begun at units which have joined it."""
+    joined = [one for old in before for one in old.record.passes if one.calls[0].unit.root is root]
+    for old in before:
+        old.record.passes = [one for one in old.record.passes if one not in joined]
+    for one in sorted(joined, key=attrgetter("place")):
+        root.record.add(one, one.place)
 
 
 def check_complete(module: nn.Module, root: Root) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fairshard.engine.forward import call_in
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
 from fairshard.params.slot import ParamSlot, slot_of
@@ -149,4 +148,4 @@ def refusal(fqn: str, owner: ParamSlot) -> str:
 def _call_in(unit: Unit, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if unit.state is TrainingState.FORWARD:  # called inside a call of `unit`, which gathers and frees
         return function(*args, **kwargs)
-    return call_in(unit, function, args, kwargs)
+    return unit.root.engine.call(unit, function, args, kwargs)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fairshard.checks.leaf_writes import unpin
 from fairshard.checks.optimizer_check import watch_copy, watch_optimizers
 from fairshard.checks.scaling_check import watch_scaling
+from fairshard.checks.usage import assert_idle
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.tree import UNIT_ATTRIBUTE, modules_of, units_below, walk
 from fairshard.engine.unit import Unit
@@ -386,7 +387,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
     def __getstate__(self) -> dict[str, Any]:
         unit = self._unit
         if unit.root is not None:
-            unit.root.assert_idle("pickle or deepcopy")
+            assert_idle(unit.root, "pickle or deepcopy")
         unpin(unit)
         return self.__dict__.copy()
 

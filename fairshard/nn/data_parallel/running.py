@@ -13,8 +13,8 @@ from torch import nn
 from torch.autograd import profiler
 
 from fairshard.checks.profile_regions import follow_profiler, open_regions
-from fairshard.engine.forward import call_in
-from fairshard.engine.training_state import TrainingState, assert_none_summoned
+from fairshard.checks.usage import assert_none_summoned
+from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.setup.added_parameters import check_added, has_changed
@@ -22,8 +22,10 @@ from fairshard.setup.around import refuse_ddp
 from fairshard.setup.claim import check_complete, claim
 from fairshard.setup.origin import move_inputs
 from fairshard.state.shown import is_shown, shown_on_first
+from fairshard.utils.async_tensors import waited
 from fairshard.utils.dynamo import allows_breaks, breaks_graph, set_tracer
 from fairshard.utils.fake_mode import is_fake_mode_on
+from fairshard.utils.nested import cast_inputs_to_fp16
 from fairshard.utils.user_line import level_of_user
 
 NOT_IN_A_GRAPH = (
@@ -75,7 +77,10 @@ def run(
         return function(*args, **kwargs)
     if unit.origin.shared.owners:
         function = unit.origin.shared.computing_with(function)
-    return call_in(unit, function, args, kwargs)
+    if unit.input_dtype is not None:
+        args, kwargs = cast_inputs_to_fp16(*args, dtype=unit.input_dtype, **kwargs)
+    args, kwargs = waited(args, kwargs)
+    return root.engine.call(unit, function, args, kwargs)
 
 
 def _fake_error(unit: Unit) -> FairshardError:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._composable_state import _module_state_mapping, _State
 
+from fairshard.checks.usage import assert_idle
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
 
@@ -55,7 +56,7 @@ def _reduce_kept(root: Root) -> None:
     Raises:
         TrainingStateError: in the middle of a pass.
     """
-    root.assert_idle("post_backward")
+    assert_idle(root, "post_backward")
     root.begin_backward([])
     root.engine.follow(root, [])
     for unit in root.units:

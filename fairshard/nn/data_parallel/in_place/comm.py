@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fairshard.checks.usage import assert_idle
 from fairshard.engine.tree import unit_of, units_below
 from fairshard.engine.unit import Unit
 from fairshard.errors import OptionsExcludeError
@@ -294,7 +295,7 @@ def _units_of(module: nn.Module, recurse: bool) -> list[Unit]:
 def _routed(unit: Unit, method: str) -> list[FlatParam]:
     """The flat params of ``unit`` whose route ``method`` will change; raises in the middle of a pass."""
     if unit.root is not None:
-        unit.root.assert_idle(method)
+        assert_idle(unit.root, method)
     return list(unit.flat_params)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.checks.leaf_writes import show, unpin
 from fairshard.checks.optimizer_check import watch_copy
+from fairshard.checks.usage import assert_idle
 from fairshard.engine.residency import Event
 from fairshard.engine.root import Root
 from fairshard.engine.training_state import TrainingState
@@ -233,7 +234,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         units = _units_of(self, recurse=True)
         for unit in units:
             if unit.root is not None:
-                unit.root.assert_idle("set_device_mesh")
+                assert_idle(unit.root, "set_device_mesh")
             wanted = 1 if unit.groups.replicas is None else 2
             if mesh.ndim != wanted:
                 raise ValueError(
@@ -286,7 +287,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
     def __reduce_ex__(self, protocol: Any) -> Any:
         unit = self._fairshard_unit
         if unit.root is not None:
-            unit.root.assert_idle("pickle or deepcopy")
+            assert_idle(unit.root, "pickle or deepcopy")
         self.reshard()
         adopt_changes(unit)  # a copy starts with the values of the shards
         reduced = super().__reduce_ex__(protocol)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fairshard.checks.order_check import OrderCheck
+from fairshard.checks.usage import assert_idle
 from fairshard.engine.tree import units_below
 from fairshard.nn.comm_hooks import LOW_PRECISION_HOOKS
 from fairshard.nn.data_parallel.wrapper.state import StateMethods
@@ -36,7 +37,7 @@ class GradMethods(StateMethods):
         wrapper.
         """
         root = self._require_root("no_sync")
-        root.assert_idle("no_sync")
+        assert_idle(root, "no_sync")
         before = [unit.sync for unit in root.units]
         for unit in root.units:
             unit.sync = False
@@ -60,7 +61,7 @@ class GradMethods(StateMethods):
             TypeError: ``max_norm`` or ``norm_type`` is no number.
         """
         root = self._require_root("clip_grad_norm_")
-        root.assert_idle("clip_grad_norm_")
+        assert_idle(root, "clip_grad_norm_")
         limits = _number("max_norm", max_norm), _number("norm_type", norm_type)
         with nullcontext() if root.join is None else root.join.announced_call("clip_grad_norm_", *limits):
             return clip_grad_norm_(root.units, *limits)
@@ -80,7 +81,7 @@ class GradMethods(StateMethods):
         if not callable(hook):
             raise TypeError(f"`hook` must be callable, but is {hook!r}.")
         root = self._require_root("register_comm_hook")
-        root.assert_idle("register_comm_hook")
+        assert_idle(root, "register_comm_hook")
         for unit in root.units:
             if unit.config.sharding_strategy.is_hybrid:
                 raise ValueError(

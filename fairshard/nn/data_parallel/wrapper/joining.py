@@ -11,6 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
+from fairshard.checks.usage import assert_idle
 from fairshard.checks.values_check import compare_values
 from fairshard.engine.root import Root
 from fairshard.extras.join.join import Call, Join, leave
@@ -105,7 +106,7 @@ class JoinMethods(StateMethods):
         join = Join(root, throws, divides_by_all, calls)
         compare_values(root)  # a rank may run out of batches before its first forward
         leave(root)
-        root.assert_idle("join")
+        assert_idle(root, "join")
         join.enter()
         optimizers.open(join)
         return optimizers, join

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairshard.engine.training_state import TrainingState, assert_none_summoned
+from fairshard.checks.usage import assert_none_summoned
+from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, ParameterShardedError
 from fairshard.nn.data_parallel.late_methods import CURES, refusing

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fairshard.checks.usage import assert_idle
 from fairshard.engine.root import Root
 from fairshard.engine.tree import unit_of, units_below, walk
 from fairshard.engine.unit import Unit
@@ -220,7 +221,7 @@ class StateMethods(UnitAttributes):
             )
         firsts = []
         for root in roots_below(self):
-            root.assert_idle("summon_full_params")
+            assert_idle(root, "summon_full_params")
             firsts.append(root.units[0])
         units = [unit for _, unit in units_below(self)]
         if not recurse:
@@ -244,7 +245,7 @@ class StateMethods(UnitAttributes):
         units = [unit for _, unit in units_below(self)]
         if root.units[0] is self._unit:
             units += root.units
-        root.assert_idle(what, [unit for unit in units if not (or_shown and is_shown(unit))])
+        assert_idle(root, what, [unit for unit in units if not (or_shown and is_shown(unit))])
 
     def _gathers(self, units: Iterable[Unit]) -> bool:
         """Whether a whole state dict of this wrapper, which is the outermost, gathers any of ``units``."""
