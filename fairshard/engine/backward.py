@@ -34,20 +34,6 @@ from fairshard.utils.dynamo import not_traced, set_tracer
 _AT, _GATHER, _SEND, _FREE = Kind.AT, Kind.GATHER, Kind.SEND, Kind.FREE
 
 
-class _Task:
-    """Held by a graph task, and dies with it, even after an exception: then ``units`` no longer compute."""
-
-    def __init__(self, units: set[Unit]) -> None:
-        self.units = units
-
-    @not_traced
-    def __del__(self) -> None:
-        tracer = set_tracer(None)
-        for unit in self.units:
-            unit.stop_computing()
-        set_tracer(tracer)
-
-
 class Backward:
     """One backward by a ``plan``, in the outermost graph task that reaches any of its models.
 
@@ -250,19 +236,28 @@ class Backward:
 
 
 def _hold(units: set[Unit], on_end: Callable[[], None]) -> Callable[[], object]:
-    """Call ``on_end`` at the end of the running graph task; returns a reference to what the task holds until then."""
-    task = _Task(units)
+    """Call ``on_end`` at the end of the running graph task; returns a reference to what the task holds until then.
+
+    Once the task is gone, even after an exception, ``units`` no longer compute.
+    """
 
     @not_traced
-    def end(_held: _Task = task) -> None:
+    def end() -> None:
         tracer = set_tracer(None)
         try:
             on_end()
         finally:
             set_tracer(tracer)
 
+    @not_traced
+    def gone(_task: object) -> None:
+        tracer = set_tracer(None)
+        for unit in units:
+            unit.stop_computing()
+        set_tracer(tracer)
+
     at_end_of_task(end)
-    return weakref.ref(task)
+    return weakref.ref(end, gone)
 
 
 def _no_task() -> None:
