@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from fairshard.params.gathered import CopyOuts
 from fairshard.params.shard_grad import GradTransfers
 from fairshard.utils.buckets import Bucketer
 from fairshard.utils.streams import Event, Stream, is_asynchronous, now
@@ -24,7 +23,6 @@ class Shared:
         self.unshard_stream = Stream(device, priority=-1)
         self.reduce_stream = Stream(device, priority=-1)
         self.transfers = GradTransfers(device)
-        self.copies = CopyOuts(device)
         self.bucketer = Bucketer(bucket_cap_mb, self.reduce_stream)
         self.free = Event()
         self.after_step: Event | None = None
@@ -33,12 +31,6 @@ class Shared:
         """Make gathers from now on wait for the optimizer's step, which runs on the current stream."""
         self.unshard_stream.wait(self.after_step or now(self.device))
         self.after_step = None
-
-    def end_forward(self) -> None:
-        """Free the buffer from which parameters were copied out last."""
-        if self.is_asynchronous:
-            with self.unshard_stream.use():
-                self.copies.free()
 
     def drop(self) -> None:
         """The model is dropped while work is queued: its memory is used again after that work."""

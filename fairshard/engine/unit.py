@@ -104,7 +104,6 @@ class Unit:
         self.device = shared.device
         for flat_param in self.flat_params:
             flat_param.materialize(comms, self.rule, shared.transfers, self._leaf_hook())
-            flat_param.gathered.copies = shared.copies
         self.registered = Registered(self.flat_params)
         self.input_dtype = self.rule.root_input_dtype if self is root.units[0] else self.rule.input_dtype
         if self.rule.buffer_dtype is not None:
@@ -189,7 +188,6 @@ class Unit:
             self.stamp = self.seen
             stream.wait(now(self.device))
         if self.shared.is_asynchronous:
-            self.shared.copies.keeps = not in_backward
             with stream.use():
                 stream.wait(self.shared.free)
                 self._start_gathers(in_backward)

@@ -174,7 +174,6 @@ class FlatParam:
 
     def gather_into(self, gathered: Gathered) -> None:
         """Gather into ``gathered`` from now on."""
-        gathered.copies = self.gathered.copies
         self.gathered = gathered
         gathered.custom = self.route.gather
         self._show_leaves()
