@@ -337,7 +337,7 @@ class Unit:
             if 1 not in flat_param.reached:
                 continue
             if self.sync:
-                flat_param.grad.note_sent()
+                flat_param.grad.note_sent(flat_param.reached)
                 bucketer.reduce(flat_param, yields)
             else:
                 flat_param.accumulate()

@@ -349,7 +349,6 @@ class FlatParam:
                 pairs = zip(sources, targets, strict=True)
                 torch.cat([source.view(target.shape) for source, target in pairs], dim=1, out=columns)
         if pending is not None:
-            pending.note_sent()
             if not self.keeps_sums:
                 self.contributed[:] = map(max, self.contributed, pending.in_shard_sum)
 
