@@ -76,7 +76,7 @@ class PendingGrads:
         """Add a sum ``[S]`` over the ranks of the shard, to which some rank has given the leaves ``reached``."""
         wide = reduced.to(torch.promote_types(reduced.dtype, torch.float32))
         self.shard_sum = wide if self.shard_sum is None else self.shard_sum.add_(wide)
-        self.in_shard_sum = bytearray(map(max, self.in_shard_sum, reached))
+        self.in_shard_sum[:] = map(max, self.in_shard_sum, reached)
 
     def show(self, reached: bytes) -> None:
         """Show placeholders on the faces of leaves that some rank has ``reached``; the running backward did that."""
@@ -89,10 +89,16 @@ class PendingGrads:
         marks = self.in_shard_sum if sends_shard_sum else bytes(len(self.sums))
         return bytes(own or one is not None for own, one in zip(marks, self.sums, strict=True))
 
+    def take_sums(self) -> list[Tensor | None]:
+        """`sums`, which are sent now."""
+        found = self.sums.copy()
+        self.sums[:] = [None] * len(found)
+        return found
+
     def take_shard_sum(self) -> Tensor | None:
         """The sum ``[S]``, which is sent now; None from the second call on."""
         found, self.shard_sum = self.shard_sum, None
-        self.in_shard_sum = bytearray(len(self.sums))
+        self.in_shard_sum[:] = bytes(len(self.sums))
         return found
 
     def finish(self) -> None:
