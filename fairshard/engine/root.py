@@ -227,7 +227,6 @@ class Engine:
         self._running = None
         recorded = completed and running.is_trained
         for root in running.roots:
-            root.shared.end_forward()
             root.wait_for_reads()
             for unit in root.units:
                 if unit.memory is not State.SHARDED:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from fairshard.params.gathered import CopyOuts
 from fairshard.params.shard_grad import GradTransfers
 from fairshard.utils.buckets import Bucketer
 from fairshard.utils.streams import Event, Stream, is_asynchronous, now
@@ -27,19 +26,12 @@ class Shared:
         self.unshard_stream = Stream(device, priority=-1)
         self.reduce_stream = Stream(device, priority=-1)
         self.transfers = GradTransfers(device)
-        self.copies = CopyOuts(device)
         self.bucketer = Bucketer(bucket_cap_mb, self.reduce_stream)
 
     def await_step(self) -> None:
         """Make gathers from now on wait for the optimizer's step, which runs on the current stream."""
         self.unshard_stream.wait(self.after_step or now(self.device))
         self.after_step = None
-
-    def end_forward(self) -> None:
-        """Free the buffer from which parameters were copied out last."""
-        if self.is_asynchronous:
-            with self.unshard_stream.use():
-                self.copies.free()
 
     def drop(self) -> None:
         """The model is dropped while work is queued: its memory is used again after that work."""

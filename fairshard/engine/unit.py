@@ -104,7 +104,6 @@ class Unit:
         self.device = shared.device
         for flat_param in self.flat_params:
             flat_param.materialize(comms, self.rule, shared.transfers, self._leaf_hook())
-            flat_param.gathered.copies = shared.copies
         self.registered = Registered(self.flat_params)
         shows = [flat_param.shows for flat_param in self.flat_params]
         self._versioned = [tensor for one in shows for tensor in one.versioned]
@@ -216,7 +215,6 @@ class Unit:
             self.stamp = self.seen
             stream.wait(now(self.device))
         if self.shared.is_asynchronous:
-            self.shared.copies.keeps = not in_backward
             with stream.use():
                 stream.wait(self.shared.free)
                 self._start_gathers(in_backward)
@@ -341,7 +339,7 @@ class Unit:
             if 1 not in flat_param.reached:
                 continue
             if self.sync:
-                flat_param.grad.note_sent()
+                flat_param.grad.note_sent(flat_param.reached)
                 bucketer.reduce(flat_param, yields)
             else:
                 flat_param.accumulate()

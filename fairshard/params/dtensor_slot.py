@@ -76,7 +76,7 @@ class DTensorSlot(ParamSlot):
         """Make the leaf a DTensor around ``view``, with the dtype of ``view``."""
         leaf: Any = self.leaf
         if view is not self.shown:
-            self.shown, self._empty = view, None
+            self.shown = view
             self._describe(view)
         leaf._local_tensor = view
 
@@ -90,7 +90,7 @@ class DTensorSlot(ParamSlot):
     def clear(self) -> None:
         """Make the local tensor empty."""
         leaf: Any = self.leaf
-        leaf._local_tensor = self.empty
+        leaf._local_tensor = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
 
     def move_to(self, device: torch.device) -> None:
         """Empty the leaf. A DTensor is on the device of its mesh, so it cannot move.
@@ -103,7 +103,7 @@ class DTensorSlot(ParamSlot):
                 f"A DTensor must be on the device type of the unit that shards it, {device.type}, but `{self.fqn}` is "
                 f"on a mesh of {self.leaf.device.type}. Build both meshes for one device type."
             )
-        self.detach()
+        self.clear()
 
     def renew_leaf(self, device: torch.device) -> None:
         """Replace the leaf, which is on the meta device, with an empty one on ``device``."""

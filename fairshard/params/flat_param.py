@@ -63,7 +63,7 @@ class FlatParam:
     nodes: Sequence[Any] = ()
     reached = b""
     _is_updated = True
-    _hooks: Any = ()
+    _known: Any = {}  # never written to
 
     def __init__(self, shows: ShownShard, name: str, route: Route | None = None) -> None:
         self.shows, self.slots, self.line = shows, shows.slots, shows.line
@@ -111,12 +111,11 @@ class FlatParam:
         if bytes(map(_TRAINS, self.slots)) != self.trained:
             self.shows.adopt_requires_grad(self.trained, self.name)
         wanted = self.shows.wanted()
-        if wanted == self.trained:
-            return
-        self.trained = wanted
-        self.shows.follow(wanted)
-        if self.nodes:
-            self._show_leaves()
+        if wanted != self.trained:
+            self.trained = wanted
+            self.shard.requires_grad_(self.requires_grad)
+            if self.nodes:
+                self._show_leaves()
 
     # ---- setting up
 
@@ -132,10 +131,8 @@ class FlatParam:
         leaves to their hooks.
         """
         self.follow_requires_grad()
-        self._given = comms
         comm = self.comm = comms.shard
         self.tag_id, self.uses = comm.new_id(), count(1)
-        self.reduce_id = self.tag_id if comms.reduce is comm else comms.reduce.new_id()
         self.replica_id = 0 if comms.replicas is None else comms.replicas.new_id()
         self._mean = Division(rule.divide_before, comms.num_ranks / rule.divide_before)
         self.compute_dtype = self.compute_dtype_under(rule)
@@ -150,16 +147,16 @@ class FlatParam:
                 self._place_on_cpu(keep_on_device=not rule.cpu_offload)
             elif self.shard.device != self.compute_device:
                 set_data(self.shard, self.shard.data.to(self.compute_device))
-            self.gathered = self._make_gathered(comm)
-        for hook in self._hooks:
+            gathered = self._make_gathered(comm)
+        for _, hook in self._known.values():
             hook.remove()
-        self._hooks, self._on_grad = [], on_grad
-        self._nodes: list[Any] = [None] * len(self.slots)  # like `nodes`, and of those trained earlier
-        self._show_leaves()
+        # Of each leaf that is or was trained: its graph node, and the handle of the hook on it.
+        self._known, self._on_grad = {}, on_grad
+        self.gather_into(gathered)
         self.shows.link()
         self.grad = self.shows.make_grad(grad_dtype, home, transfers, held)
         self.grad.adopt(pending)
-        self.follow_route()
+        self.communicate_in(comms)
 
     def _make_gathered(self, comm: Communicator) -> Gathered:
         """Memory of the whole parameters, freed."""
@@ -174,7 +171,6 @@ class FlatParam:
 
     def gather_into(self, gathered: Gathered) -> None:
         """Gather into ``gathered`` from now on."""
-        gathered.copies = self.gathered.copies
         self.gathered = gathered
         gathered.custom = self.route.gather
         self._show_leaves()
@@ -190,20 +186,26 @@ class FlatParam:
             if slot.leaf.requires_grad != self.trained[index]:  # torch refuses it for what inference mode has made
                 slot.leaf.requires_grad_(bool(self.trained[index]))
             slot.show(view)  # a leaf's graph node remembers the shape and dtype that it was made with
-            if self.trained[index] and self._nodes[index] is None:
-                self._nodes[index] = accumulate_node(slot.leaf)
-                self._hooks.append(slot.leaf.register_post_accumulate_grad_hook(self._on_grad))
+            if self.trained[index] and index not in self._known:
+                hook = slot.leaf.register_post_accumulate_grad_hook(self._on_grad)
+                self._known[index] = accumulate_node(slot.leaf), hook
             if not is_whole:
-                slot.detach()
-        self.nodes = [node if trains else None for node, trains in zip(self._nodes, self.trained, strict=True)]
+                slot.clear()
+        self.nodes = [self._known[index][0] if trains else None for index, trains in enumerate(self.trained)]
         # To set the data of plain leaves in one loop costs far less host time than one call for each. Holds until a
         # leaf is replaced, which happens before the first forward only.
-        self._plain = [(slot.leaf, view, slot.empty) for slot, view in pairs if type(slot) is ParamSlot]
+        self._plain = [(slot.leaf, view, view.new_empty(0)) for slot, view in pairs if type(slot) is ParamSlot]
         self._others = [(slot, view) for slot, view in pairs if type(slot) is not ParamSlot]
+
+    def communicate_in(self, comms: Communicators) -> None:
+        """Communicate in the groups of ``comms`` from now on; gathers stay in that of the shard."""
+        self._given = comms
+        self.reduce_id = self.tag_id if comms.reduce is comms.shard else comms.reduce.new_id()
+        self.follow_route()
 
     def follow_route(self) -> None:
         """Apply the settings of `route`; call this after each change to them, between passes."""
-        if self.grad is None:  # before the first forward
+        if self.comm is None:  # before the first forward
             return
         route, comms = self.route, self._given
         self.keeps_sums = not route.sums_replicas and comms.replicas is not None
@@ -214,13 +216,6 @@ class FlatParam:
         self.lands_at_once = route.hook is not None
         self.landing_dtype = None if route.hook is not None or self.keeps_sums else self.grad.dtype
         self.gathered.custom = route.gather
-
-    def reduce_in(self, reduce: Communicator) -> None:
-        """Sum over the ranks of the shard in the group ``reduce``, which has the same ranks."""
-        if self.comm is not None:
-            self._given = replace(self._given, reduce=reduce)
-            self.reduce_id = reduce.new_id()
-            self.follow_route()
 
     def _place_on_cpu(self, keep_on_device: bool) -> None:
         """Move the shard to host memory that the device can read; `.cuda()` or `.half()` may have moved it out."""
@@ -244,8 +239,7 @@ class FlatParam:
         """Start gathering the line, even if it is gathered; from its kept ``part`` if given. **Collective.**"""
         if self.computes_on_shard:
             if self.gathered.buffer.data_ptr() != self.shard.data_ptr():  # the user assigned `shard.data`
-                self.gathered = self.line.in_place(self.shard.data.view(1, -1), self.comm)
-                self._show_leaves()
+                self.gather_into(self.line.in_place(self.shard.data.view(1, -1), self.comm))
         elif self.line.numel:
             tag = exchange_tag("all_gather", self.tag_id, next(self.uses))
             if part is None:
@@ -318,21 +312,23 @@ class FlatParam:
         sources: list[Tensor] = []
         empty = list(views[-1])
         pending = self.pending
+        if pending is None:
+            grads = [slot.leaf.grad for slot in self.slots]
+            self.drop_grads()
+            self.contributed[:] = [grad is not None for grad in grads]
+        else:
+            self._keep_grads(pending)
+            self.contributed[:] = pending.kept(sends_shard_sum=not self.keeps_sums)
+            grads = pending.take_sums()
         # All slots are alike. Sums in a wider dtype are local already.
         is_dtensor = self.slots[0].has_mesh and (pending is None or self._sum_dtype == self.compute_dtype)
-        for index, slot in enumerate(self.slots):
-            runs, grad = views[index], slot.leaf.grad
-            slot.leaf.grad = None
-            if pending is not None:
-                if grad is not None:
-                    pending.add(index, self._as_kept(slot, grad))
-                grad, pending.sums[index] = pending.sums[index], None  # sent now
+        for index, (slot, grad) in enumerate(zip(self.slots, grads, strict=True)):
+            runs = views[index]
             if grad is None:
                 empty += runs
                 continue
             if is_dtensor or grad.is_sparse:
                 grad = slot.local_grad(grad)
-            self.contributed[index] = 1
             if not self.reached[index]:
                 raise unexpected_error(slot.fqn)
             targets += runs
@@ -349,16 +345,18 @@ class FlatParam:
             else:  # one kernel; a foreach copy to parts of rows is one for each
                 pairs = zip(sources, targets, strict=True)
                 torch.cat([source.view(target.shape) for source, target in pairs], dim=1, out=columns)
-        if pending is not None:
-            pending.note_sent()
-            if not self.keeps_sums:
-                self.contributed[:] = map(max, self.contributed, pending.in_shard_sum)
 
-    def _as_kept(self, slot: ParamSlot, grad: Tensor) -> Tensor:
-        """A leaf's gradient as it is kept pending: in the wider of compute and reduce dtype."""
-        if self._sum_dtype != self.compute_dtype:  # made local in that dtype: the sum over its own mesh would round
-            return slot.local_grad(grad.to(self._sum_dtype))
-        return grad.to_dense() if grad.is_sparse else grad
+    def _keep_grads(self, pending: PendingGrads) -> None:
+        """Add the leaves' gradients to ``pending``, in the wider of compute and reduce dtype."""
+        for index, slot in enumerate(self.slots):
+            grad, slot.leaf.grad = slot.leaf.grad, None
+            if grad is None:
+                continue
+            if self._sum_dtype != self.compute_dtype:  # local in that dtype: the sum over its own mesh would round
+                grad = slot.local_grad(grad.to(self._sum_dtype))
+            elif grad.is_sparse:
+                grad = grad.to_dense()
+            pending.add(index, grad)
 
     def take_kept(self) -> Tensor | None:
         """The sum of earlier backwards over the ranks of the shard only; None from the second call on."""
@@ -393,10 +391,7 @@ class FlatParam:
         Faces show placeholders, also on ranks that have no gradients of their own.
         """
         pending = self.grad.pending_of(len(self.slots))
-        for index, slot in enumerate(self.slots):
-            grad, slot.leaf.grad = slot.leaf.grad, None
-            if grad is not None:
-                pending.add(index, self._as_kept(slot, grad))
+        self._keep_grads(pending)
         pending.show(self.reached)
 
     @property

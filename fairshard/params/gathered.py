@@ -5,50 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from fairshard.utils.collectives import Communicator, RowGather, UserGather
 from fairshard.utils.storage import alloc_storage_
-from fairshard.utils.streams import Event, Stream
 from fairshard.utils.transfers import Transfer
-
-
-class CopyOuts:
-    """The stream on which parameters are copied out of gathered buffers, so that the next gather starts meanwhile.
-
-    In a forward a buffer is kept until the next gather has started: freed earlier, that gather would wait for the copy.
-    In a backward, when memory is at its peak and sums use the link meanwhile, it is freed at once.
-
-    Attributes:
-        keeps: whether buffers are kept, as in a forward.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = Stream(device, priority=-1)
-        self.keeps = False
-        self._kept: tuple[torch.UntypedStorage, Event] | None = None
-
-    def keep(self, storage: torch.UntypedStorage, copied: Event) -> None:
-        """Keep the memory of a buffer that the stream reads until ``copied``, or free it.
-
-        Called, like `free` and `free_if`, on the stream of the gathers, which uses the memory next.
-        """
-        self._kept = storage, copied
-        if not self.keeps:
-            self.free()
-
-    def free(self) -> None:
-        """Free the memory that is kept, if any."""
-        if self._kept is not None:
-            (storage, copied), self._kept = self._kept, None
-            copied.wait()
-            storage.resize_(0)
-
-    def free_if(self, storage: torch.UntypedStorage) -> None:
-        """Free ``storage`` if it is kept."""
-        if self._kept is not None and self._kept[0]._cdata == storage._cdata:
-            self.free()
 
 
 class KeptPart:
@@ -100,7 +61,6 @@ class Gathered:
         views: the whole parameters, to which the leaves point.
         transfer: a gather not waited for yet, or None.
         custom: the user's own all-gather; None: gather with the engine's own.
-        copies: where parameters are copied out, if they are not gathered in place.
         kept_line: the memory of the whole parameters; a part of it can be kept between forward and backward.
         line_id: identifies the storage of `kept_line`.
     """
@@ -112,7 +72,6 @@ class Gathered:
         self.views = [view.data for view in views]
         self.transfer: Transfer | None = None
         self.custom: UserGather | None = None
-        self.copies: CopyOuts | None = None
         self._gather = gather
         self._row = row
         self._storage = buffer.untyped_storage()

@@ -17,7 +17,7 @@ a placeholder meanwhile, all elements of which are one -0.0. The placeholder its
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,6 @@ class PendingGrads:
         shard_sum: the sum ``[S]`` over the ranks of the shard, in fp32 or wider.
         in_shard_sum: for each leaf, 1 if any rank has a part in `shard_sum`.
         lost: faces whose gradients an exception has left incomplete; what they get later is dropped.
-        changed: faces to whose sums the running backward has added, or whose sums it has sent.
     """
 
     def __init__(self, faces: Any, num_leaves: int) -> None:
@@ -46,10 +45,13 @@ class PendingGrads:
         self.shard_sum: Tensor | None = None
         self.in_shard_sum = bytearray(num_leaves)
         self.lost: set[int] = set()
-        self.changed: set[int] = set()
         self.covers: dict[int, _Cover] = {}
 
     # ---- faces
+
+    def _faces_of(self, leaves: bytes) -> list[int]:
+        """The faces of ``leaves`` that are 1, in order."""
+        return sorted({face for face, own in zip(self._face_of, leaves, strict=True) if own})
 
     def behind(self, face: int, shown: Tensor | None) -> Tensor | None:
         """The reduced gradient of a face that has ``shown``: without a placeholder this one, else the earlier one."""
@@ -74,29 +76,30 @@ class PendingGrads:
         """Add a sum ``[S]`` over the ranks of the shard, to which some rank has given the leaves ``reached``."""
         wide = reduced.to(torch.promote_types(reduced.dtype, torch.float32))
         self.shard_sum = wide if self.shard_sum is None else self.shard_sum.add_(wide)
-        self.in_shard_sum = bytearray(map(max, self.in_shard_sum, reached))
+        self.in_shard_sum[:] = map(max, self.in_shard_sum, reached)
 
     def show(self, reached: bytes) -> None:
         """Show placeholders on the faces of leaves that some rank has ``reached``; the running backward did that."""
-        faces = {face for face, own in zip(self._face_of, reached, strict=True) if own}
-        for face in sorted(faces):
+        for face in self._faces_of(reached):
             self._cover(face)
-        self.changed.update(faces)
+        self.faces.at_stake = reached
 
     def kept(self, sends_shard_sum: bool) -> bytes:
         """For each leaf, 1 if a backward must send something of it."""
         marks = self.in_shard_sum if sends_shard_sum else bytes(len(self.sums))
         return bytes(own or one is not None for own, one in zip(marks, self.sums, strict=True))
 
+    def take_sums(self) -> list[Tensor | None]:
+        """`sums`, which are sent now."""
+        found = self.sums.copy()
+        self.sums[:] = [None] * len(found)
+        return found
+
     def take_shard_sum(self) -> Tensor | None:
         """The sum ``[S]``, which is sent now; None from the second call on."""
         found, self.shard_sum = self.shard_sum, None
-        self.in_shard_sum = bytearray(len(self.sums))
+        self.in_shard_sum[:] = bytes(len(self.sums))
         return found
-
-    def note_sent(self) -> None:
-        """The running backward sends the sums; faces keep their placeholders until `finish`."""
-        self.changed.update(self.covers)
 
     def finish(self) -> None:
         """What was sent has arrived: the faces show what they had before, and it is added to that next."""
@@ -143,7 +146,6 @@ class PendingGrads:
         self._drop_sums(face)
         cover = self.covers.pop(face)
         self.lost.discard(face)
-        self.changed.discard(face)
         if grad is cover.placeholder:  # zeroed in place: the zeros are the user's
             zeros = self.faces.new(face, 0.0) if cover.earlier is None else cover.earlier.zero_()
             self.faces.show(face, zeros)
@@ -155,14 +157,22 @@ class PendingGrads:
         if self.shard_sum is not None:
             self.faces.parts_of(self.shard_sum)[face].zero_()
 
-    def lose(self, faces: Iterable[int]) -> None:
-        """An exception has left the gradients of ``faces`` incomplete: drop all of them."""
-        for face in faces:
+    @torch.no_grad()
+    def lose(self, leaves: bytes) -> None:
+        """An exception has left the gradients of ``leaves`` incomplete: drop those that the user has not dropped since.
+
+        Gradients of zeros were zeroed, or have nothing to lose. Those without elements are lost with the others.
+        """
+        shown = self.faces.shown
+        own = {face: self.faces.own_of(face, shown[face]) for face in self._faces_of(leaves) if shown[face] is not None}
+        zeros = {face for face, grad in own.items() if grad.numel() and face not in self.covers and not grad.any()}
+        if zeros and not any(grad.numel() for face, grad in own.items() if face not in zeros):
+            return
+        for face in own.keys() - zeros:
             self._cover(face)
             self.covers[face].earlier = None
             self._drop_sums(face)
             self.lost.add(face)
-        self.changed.clear()
 
 
 class _Cover:
@@ -172,28 +182,3 @@ class _Cover:
 
     def __init__(self, placeholder: Tensor, version: int, earlier: Tensor | None) -> None:
         self.placeholder, self.version, self.earlier = placeholder, version, earlier
-
-
-class Landed:
-    """The gradients to which a backward has added sums, as they were then; refers to none of them."""
-
-    __slots__ = ("_ids", "_versions")
-
-    def __init__(self, grads: Sequence[Tensor | None]) -> None:
-        self._ids = [*map(id, grads)]
-        self._versions = [-1 if grad is None else grad._version for grad in grads]
-
-    @torch.no_grad()
-    def remaining(self, faces: Any) -> list[int]:
-        """The faces that still have sums of this backward: the user has neither dropped nor zeroed them since.
-
-        Zeros count as zeroed where torch does not count all writes.
-        """
-        found = []
-        for face, grad in enumerate(faces.shown):
-            if grad is not None:
-                is_same = id(grad) == self._ids[face] and grad._version == self._versions[face]
-                own = faces.own_of(face, grad)
-                if own.any() or (is_same and (faces.counts_writes or not own.numel())):
-                    found.append(face)
-        return found

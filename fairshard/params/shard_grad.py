@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fairshard.errors import BackwardOrderError
-from fairshard.params.pending import Landed, PendingGrads
+from fairshard.params.pending import PendingGrads
 from fairshard.params.rule import GradHome
 from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.storage import is_aliased, set_grad
@@ -90,14 +90,14 @@ class ShardGrad:
 
     Attributes:
         pending: what no backward has reduced yet, or an exception has left incomplete; None: nothing.
-        landed: to what the running backward has added, or has sent sums that will be added; None: to nothing.
+        at_stake: for each parameter 1 if the running backward has added to its gradient, or has sent or kept a part of
+            it; None: nothing yet.
         created: for each face 1 if it had no gradient before the last one was added.
     """
 
     pending: PendingGrads | None = None
-    landed: Landed | None = None
+    at_stake: bytes | None = None
     created: Sequence[int] = b""
-    counts_writes = True  # torch counts every write to what is shown
 
     def __init__(
         self,
@@ -173,10 +173,10 @@ class ShardGrad:
         kept = self._buffers if self.home is GradHome.HOST else (self.value,)
         return [grad for grad in kept if grad is not None]
 
-    def add(self, reduced: Tensor, reached: bytes = b"") -> None:
+    def add(self, reduced: Tensor, reached: bytes) -> None:
         """Set or add ``reduced``, made on the current stream; if gradients move to the host, `land` completes the move.
 
-        ``reached``: for each parameter 1 if it has a gradient; empty: all have one.
+        ``reached``: for each parameter 1 if it has a gradient.
         """
         if reduced.dtype != self.dtype:
             reduced = reduced.to(self.dtype)
@@ -186,15 +186,10 @@ class ShardGrad:
         host = self._take_buffer()
         self.flights.append((host, self.transfers.copy(reduced, host), reached))
 
-    def note_sent(self) -> None:
-        """A sum is sent: if the backward raises before it arrives, it counts as added. Copies to the host do not."""
-        if self.home is GradHome.HOST:
-            return
-        shown = self.shown
-        for grad in shown:
-            if grad is not None:
-                self.landed = Landed(shown)
-                return
+    def note_sent(self, reached: bytes) -> None:
+        """A sum of the parameters ``reached`` is sent; one that is copied to host memory may still be dropped there."""
+        if self.home is not GradHome.HOST or self.pending is not None:
+            self.at_stake = reached
 
     def retract(self, reached: bytearray) -> None:
         """Drop the gradient if the last backward created it but has not ``reached`` any of its parameters."""
@@ -238,9 +233,7 @@ class ShardGrad:
 
     def begin_backward(self) -> None:
         """Forget what earlier backwards have changed."""
-        self.landed = None
-        if self.pending is not None:
-            self.pending.changed.clear()
+        self.at_stake = None
 
     def pending_of(self, num_leaves: int) -> PendingGrads:
         """`pending`, made for ``num_leaves`` leaves if there is nothing yet."""
@@ -264,12 +257,10 @@ class ShardGrad:
     def abandon(self, num_leaves: int) -> None:
         """A backward has raised: what it has added to and sent is lost, unless the user has zeroed it since."""
         self.discard_flights()
-        lost = [] if self.landed is None else self.landed.remaining(self)
-        if self.pending is not None:
-            lost += self.pending.changed
-        if lost:
-            self.pending_of(num_leaves).lose(lost)
-        self.landed = None
+        if self.at_stake is not None:
+            self.pending_of(num_leaves).lose(self.at_stake)
+            self.at_stake = None
+            self._drop_if_empty()
 
     def _drop_if_empty(self) -> None:
         if self.pending is not None and not self.pending.covers:
@@ -291,7 +282,7 @@ class ShardGrad:
             lost = self.pending.lost
             self._drop_if_empty()
         self.created = self._set_or_add(grad, reached, lost)
-        self.landed = Landed(self.shown)
+        self.at_stake = reached
 
     def _set_or_add(self, grad: Tensor, reached: bytes, lost: Collection[int]) -> Sequence[int]:
         """Set or add ``grad``; returns for each face 1 if it had no gradient before."""

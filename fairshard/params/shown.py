@@ -57,9 +57,6 @@ class ShownShard:
         """For each parameter 1 if the user wants its gradient."""
         return bytes([self.shard.requires_grad]) * len(self.slots)
 
-    def follow(self, trained: bytes) -> None:
-        """Set ``requires_grad`` of the shard, if some parameter is ``trained``."""
-
     def adopt_requires_grad(self, before: bytes, name: str) -> None:
         """Adopt ``requires_grad`` of leaves that differ from ``before``; ``name``: the name of the flat param.
 

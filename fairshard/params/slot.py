@@ -1,6 +1,5 @@
 """Where a parameter is in the module tree, under all its names."""
 
-import copy
 import weakref
 from typing import Any
 
@@ -42,8 +41,7 @@ class ParamSlot:
         self.shape = leaf.shape
         self.numel = leaf.numel()
         self.owners: list[tuple[nn.Module, str]] = []  # several for tied weights: modules, and the name in each
-        self.shown: Tensor | None = None  # what the leaf showed last, and ...
-        self._empty: Tensor | None = None  # ... what it shows while sharded, of the same dtype and device
+        self.shown: Tensor | None = None  # what the leaf showed last
 
     def holds(self, param: Any) -> bool:
         """Whether ``param`` is what a module has in the parameter's place, whole or sharded, or the parameter."""
@@ -71,13 +69,14 @@ class ParamSlot:
     def register(self, shard: nn.Parameter | None) -> None:
         """Replace the parameter in its modules with ``shard``, or with a placeholder that raises."""
         self.registered = shard
+        self.placeholder = ShardedParameter(self.fqn, self.leaf.shape) if shard is None else None
         for module, name in self.owners:
             module._parameters[name] = shard  # None keeps the name's place in the module's order
+            if self.placeholder is not None:
+                module.__dict__[name] = self.placeholder
         _slots[self.leaf] = weakref.ref(self)
-        if shard is None:
-            self.placeholder = ShardedParameter(self.fqn, self.leaf.shape)
         self.leaf.grad = None
-        self.detach()
+        self.clear()
 
     def renew_leaf(self, device: torch.device) -> None:
         """Replace the leaf with a new one on ``device``: a leaf on the meta device can never show memory."""
@@ -91,13 +90,11 @@ class ParamSlot:
         empty = self.leaf.data.to(device)
         set_data(self.leaf, empty)
         self.show(empty)
-        self.detach()
+        self.clear()
 
     def show(self, view: Tensor) -> None:
         """Make the leaf show ``view``, with the dtype and device of ``view``."""
-        self.leaf.data = view
-        if view is not self.shown:
-            self.shown, self._empty = view, None
+        self.leaf.data = self.shown = view
 
     @property
     def shows_other(self) -> bool:
@@ -106,36 +103,15 @@ class ParamSlot:
 
     def compute_with(self, leaf: nn.Parameter) -> None:
         """Use ``leaf`` as the leaf from now on."""
-        self.leaf = leaf
-        self.shown = self._empty = None
+        self.leaf, self.shown = leaf, None
         _slots[leaf] = weakref.ref(self)
 
-    @property
-    def empty(self) -> Tensor:
-        """Data of the leaf while it is sharded: no elements, in the dtype and on the device of what it showed last."""
-        if self._empty is None:
-            self._empty = torch.empty(0, dtype=self.leaf.dtype, device=self.leaf.device)
-        return self._empty
-
     def clear(self) -> None:
-        """Empty the leaf."""
-        self.leaf.data = self.empty
-
-    def detach(self) -> None:
-        """Empty the leaf; its modules show the placeholder, if nothing is registered in the parameter's place."""
-        self.clear()
-        placeholder = self.placeholder
-        for module, name in self.owners:
-            params, shown = module._parameters, module.__dict__
-            if placeholder is not None and name in params and params[name] is self.registered:
-                shown[name] = placeholder
-            elif placeholder is not None and shown.get(name) is placeholder:
-                del shown[name]  # it would hide what the user has put in the parameter's place
+        """Empty the leaf, which keeps its dtype and device."""
+        self.leaf.data = torch.empty(0, dtype=self.leaf.dtype, device=self.leaf.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = copy.copy(self.__dict__)
-        state["shown"] = state["_empty"] = None
-        return state
+        return {**self.__dict__, "shown": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

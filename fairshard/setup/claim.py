@@ -24,7 +24,9 @@ from fairshard.setup.naming import place
 from fairshard.setup.placement import check_host_memory, compute_device
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.groups import on_host, part_of
+from fairshard.utils.streams import is_asynchronous
 from fairshard.utils.untraced import untraced
+from fairshard.views.copied_out import copy_beside_gathers
 
 
 @untraced
@@ -95,6 +97,9 @@ def claim(module: nn.Module) -> Root:
             among = part_of(comms[unit].shard, unit.config.reshard_after_forward, unit.fqn)
             if among is not None:
                 unit.keep_parts(among)
+        if is_asynchronous(device):
+            memory = [flat_param.gathered for unit in units for flat_param in unit.flat_params]
+            copy_beside_gathers(memory, device, root.shared.unshard_stream)
     _move_passes(before, root)
     return root
 

@@ -236,7 +236,9 @@ def _expose(slot: ParamSlot, full: nn.Parameter) -> Callable[[], None]:
         replaced = any(module._parameters.get(name) is not full for module, name in owners)
         for module, name in owners:
             module._parameters[name] = slot.registered
-        slot.detach()
+            if slot.placeholder is not None:
+                module.__dict__[name] = slot.placeholder
+        slot.clear()
         if replaced:
             raise FairshardError(
                 f"Parameter `{slot.fqn}` was replaced while its full value was shown; only its elements may be changed "

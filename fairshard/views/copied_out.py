@@ -17,11 +17,12 @@ from torch import Tensor
 
 from fairshard.params.gathered import Gather, Gathered
 from fairshard.params.line import FlatLine
+from fairshard.utils.autograd import NO_BACKWARD, current_task
 from fairshard.utils.block import joined_columns
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.span import cut
 from fairshard.utils.storage import free_storage_
-from fairshard.utils.streams import now
+from fairshard.utils.streams import Event, Stream, now
 from fairshard.utils.transfers import Transfer
 
 _ALIGNMENT = 64
@@ -62,12 +63,48 @@ class Beside:
     targets: list[Tensor]
 
 
+class CopyOuts:
+    """The stream on which a model's parameters are copied out of buffers, so that the next gather starts meanwhile.
+
+    In a forward a buffer is kept until the next gather has started, or its unit computes: freed earlier, that gather
+    would wait for the copy. In a backward, when memory is at its peak and sums use the link meanwhile, it is freed at
+    once.
+
+    ``gathers``: the stream of the gathers, which uses the memory of buffers next.
+    """
+
+    def __init__(self, device: torch.device, gathers: Stream) -> None:
+        self.stream, self._gathers = Stream(device, priority=-1), gathers
+        self._kept: tuple[torch.UntypedStorage, Event] | None = None
+
+    def keep(self, storage: torch.UntypedStorage, copied: Event) -> None:
+        """Keep the memory of a buffer that the stream reads until ``copied``, or free it."""
+        self._kept = storage, copied
+        if current_task() != NO_BACKWARD:
+            self.free()
+
+    def free(self) -> None:
+        """Free the memory that is kept, if any."""
+        if self._kept is not None:
+            (storage, copied), self._kept = self._kept, None
+            with self._gathers.use():
+                copied.wait()
+            storage.resize_(0)
+
+    def free_if(self, storage: torch.UntypedStorage) -> None:
+        """Free ``storage`` if it is kept."""
+        if self._kept is not None and self._kept[0]._cdata == storage._cdata:
+            self.free()
+
+
 class CopiedOut(Gathered):
     """A buffer, this rank's ``row`` of it, and the line to which parameters are copied.
 
     ``together``: all that one gather fills, in order, to which this one is added; their buffers are columns of one.
+    ``copies``: copies on a stream of its own; None on CPU.
     """
 
+    copies: CopyOuts | None = None
     _gathering: Transfer | None = None  # the last gather into the buffer; copied out of it once waited for
 
     def __init__(
@@ -88,7 +125,7 @@ class CopiedOut(Gathered):
 
     def start(self, own: Tensor | None, tag: int) -> None:
         """Start gathering into the buffer. **Collective.**"""
-        copies = None if self.buffer.is_cpu else self.copies
+        copies = self.copies
         if copies is not None:
             copies.free_if(self._storage)
         super().start(own, tag)
@@ -108,6 +145,8 @@ class CopiedOut(Gathered):
         if self.transfer is not None and self.transfer is self._gathering:
             self._copy_out()
         super().wait()
+        if self.copies is not None:
+            self.copies.free_if(self._storage)
 
     def free(self) -> None:
         """Wait for the running gather, if any, and free all memory."""
@@ -126,6 +165,14 @@ class CopiedOut(Gathered):
             torch._foreach_copy_(self._targets, self._sources)
         if self.buffer.is_cpu and self is self._together[-1]:
             self._storage.resize_(0)
+
+
+def copy_beside_gathers(memory: Sequence[Gathered], device: torch.device, gathers: Stream) -> None:
+    """Copy parameters out of the buffers of ``memory``, all of one model, while others are gathered on ``gathers``."""
+    copies = CopyOuts(device, gathers)
+    for each in memory:
+        if isinstance(each, CopiedOut):
+            each.copies = copies
 
 
 class AlignedLine(FlatLine):

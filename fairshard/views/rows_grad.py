@@ -39,8 +39,6 @@ class Shown(Protocol):
 class RowsGrad(ViewedGrad):
     """The gradient of a shard that is registered as the DTensors of ``shown``."""
 
-    counts_writes = False  # not ``torch._foreach_zero_``
-
     def __init__(self, shown: Shown, *args: Any) -> None:
         super().__init__(*args)
         self._shown_params = shown

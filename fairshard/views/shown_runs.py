@@ -86,10 +86,6 @@ class ShownRuns(ShownShard):
         """See `ShownShard.wanted`."""
         return bytes(map(_TRAINS, self.registered))
 
-    def follow(self, trained: bytes) -> None:
-        """See `ShownShard.follow`."""
-        self.shard.requires_grad_(any(trained))
-
     def adopt_requires_grad(self, before: bytes, name: str) -> None:
         """Set ``requires_grad`` of registered parameters to that of leaves that differ from ``before``."""
         for slot, view, trained in zip(self.slots, self.registered, before, strict=True):

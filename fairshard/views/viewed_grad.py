@@ -121,7 +121,7 @@ class ViewedGrad(ShardGrad):
         if self._at.grad is not None and self.pending is None and _are_all_none(self.shown):
             self._forget()
 
-    def add(self, reduced: Tensor, reached: bytes = b"") -> None:
+    def add(self, reduced: Tensor, reached: bytes) -> None:
         """See `ShardGrad.add`. A parameter that was not reached and has no gradient keeps None."""
         if self.home is GradHome.HOST:
             self.forget_dropped()  # otherwise their memory would count as in use
@@ -204,7 +204,7 @@ class ViewedGrad(ShardGrad):
         if 0 not in reached and not lost and _are_all_none(grads):  # the usual case: the rest takes too much host time
             self._set(grad.data)  # with its own version counter, not the whole bucket's
             return b"\1" * len(self._views)
-        own = [index not in lost and (not reached or reached[index] == 1) for index in range(len(self._views))]
+        own = [index not in lost and one == 1 for index, one in enumerate(reached)]
         created = bytes(one is None and index not in lost for index, one in enumerate(grads))
         kept = self.value
         if kept is not None:

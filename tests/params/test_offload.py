@@ -315,7 +315,7 @@ def test_zeroing_drops_a_gradient_that_is_on_its_way():
     model = build("offload")
     backward(model, 0)
     (flat_param,) = model[0]._unit.flat_params
-    flat_param.grad.add(torch.ones_like(flat_param.shard))
+    flat_param.grad.add(torch.ones_like(flat_param.shard), b"\1" * len(flat_param.slots))
     flat_param.grad.zero(set_to_none=True)
     flat_param.grad.land()
     assert flat_param.shard.grad is None

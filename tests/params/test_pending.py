@@ -41,6 +41,11 @@ def keep(grad, *reached):
     return pending
 
 
+def add(grad, value):
+    """Add a reduced gradient of all parameters."""
+    grad.add(value, b"\1" * len(grad.shown))
+
+
 def has_sums(grad):
     return [one is not None for one in grad.pending.sums] if grad.pending is not None else []
 
@@ -118,13 +123,12 @@ def test_earlier_gradients_come_back(make):
     """A reduced gradient is hidden while others are pending, shown again when they are sent, and added to."""
     grad = make()
     num_leaves = len(grad.shown)
-    grad.add(torch.full((6,), 3.0))
+    add(grad, torch.full((6,), 3.0))
     pending = keep(grad, *[1] * num_leaves)
     assert not any(one.any() for one in grad.shown)
     assert grad.value.tolist() == [3.0] * 6
     assert [one.tolist() for one in pending.sums] == [[1.0, 1.0]] * num_leaves
-    pending.note_sent()
-    grad.add(torch.ones(6))
+    add(grad, torch.ones(6))
     assert grad.pending is None
     assert grad.value.tolist() == [4.0] * 6
     assert torch.cat([one.flatten() for one in grad.shown]).tolist() == [4.0] * 6
@@ -134,7 +138,7 @@ def test_earlier_gradients_come_back(make):
 def test_zeroing_reaches_earlier_gradients(make):
     """Zeroing a placeholder in place zeroes what it hides."""
     grad = make()
-    grad.add(torch.full((6,), 3.0))
+    add(grad, torch.full((6,), 3.0))
     keep(grad, *[1] * len(grad.shown))
     grad.zero(set_to_none=False)
     grad.drop_zeroed(NAMES)
@@ -166,19 +170,19 @@ def test_what_a_backward_that_raised_has_added_to_is_lost(make):
         num_leaves = len(grad.shown)
         if what == "landed":
             grad.begin_backward()
-            grad.add(torch.ones(6))
+            add(grad, torch.ones(6))
         else:
             pending = keep(grad, *[1] * num_leaves)
             if what == "sent":
                 grad.begin_backward()
                 for leaf in range(num_leaves):
                     pending.sums[leaf] = None
-                pending.note_sent()
+                grad.note_sent(b"\1" * num_leaves)
         grad.abandon(num_leaves)
         grad.begin_backward()
         keep(grad, *[1] * num_leaves)
         assert not any(has_sums(grad))
-        grad.add(torch.ones(6))
+        add(grad, torch.ones(6))
         assert grad.value is None
         grad.drop_zeroed(NAMES)
         with pytest.raises(PartialGradientError, match="`a`"):
@@ -186,7 +190,7 @@ def test_what_a_backward_that_raised_has_added_to_is_lost(make):
         grad.zero(set_to_none=what == "landed")
         grad.drop_zeroed(NAMES)
         assert grad.pending is None
-        grad.add(torch.ones(6))
+        add(grad, torch.ones(6))
         assert grad.value.tolist() == [1.0] * 6
 
 
@@ -198,7 +202,7 @@ def test_what_was_zeroed_before_the_clean_up_is_not_lost(make, to_none):
         grad = make()
         if what == "landed":
             grad.begin_backward()
-            grad.add(torch.ones(6))
+            add(grad, torch.ones(6))
         else:
             keep(grad, *[1] * len(grad.shown))
         grad.zero(to_none)
@@ -210,7 +214,7 @@ def test_what_was_zeroed_before_the_clean_up_is_not_lost(make, to_none):
 def test_earlier_backwards_are_not_lost():
     """Only what the running backward has changed is lost with it."""
     grad = flat(6)
-    grad.add(torch.ones(6))
+    add(grad, torch.ones(6))
     keep(grad, 1)
     grad.begin_backward()
     grad.abandon(1)

@@ -76,7 +76,7 @@ CAUGHT = {
     "utils.hook_bucket:in_turn:wait": "hook",
     "utils.hook_bucket:in_turn:wait-2": "raises-in-comm-hook",
     "views.copied_out:CopiedOut._copy_out:wait": "fully_shard-bf16-device",
-    "params.gathered:CopyOuts.free:wait": "fully_shard-bf16-device",
+    "views.copied_out:CopyOuts.free:wait": "fully_shard-bf16-device",
     "utils.buckets:Bucketer.reduce:record": "fully_shard-medium-buckets",
     "views.copied_out:CopiedOut.start:record": "subclass@1",
     "views.copied_out:CopiedOut.start:record-2": "fully_shard-bf16-device",

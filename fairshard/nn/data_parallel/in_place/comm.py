@@ -32,7 +32,7 @@ from fairshard.utils.custom_comms import (
     check_allocates,
 )
 from fairshard.utils.device import current_device
-from fairshard.utils.groups import communicator, subgroup
+from fairshard.utils.groups import subgroup
 from fairshard.utils.hook_bucket import UserStream, in_turn
 from fairshard.utils.streams import Event, is_asynchronous
 from fairshard.views.owned import check_none_owned
@@ -242,7 +242,8 @@ class CommMethods(nn.Module):
             group = _twin(shard.resolve()) if enable and shard.world_size > 1 else None
             unit.groups.reduce = None if group is None else SavedGroup(group, shard.rank, shard.world_size)
             for flat_param in flat_params:
-                flat_param.reduce_in(communicator(group or shard.resolve()))
+                if flat_param.comm is not None:
+                    flat_param.communicate_in(unit.groups.communicators())
 
     def set_post_optim_event(self, event: Any) -> None:
         """Make the gathers of the next pass wait only for ``event``, recorded after the optimizer's step.
