@@ -12,7 +12,7 @@ from torch import nn
 
 from fairshard.checks.agreement import check_agreement, raise_together
 from fairshard.checks.leaf_writes import unpin
-from fairshard.checks.usage import assert_idle
+from fairshard.checks.phases import assert_idle
 from fairshard.engine.root import Root
 from fairshard.engine.shared import Shared
 from fairshard.engine.tree import modules_of, unit_of, units_below, walk

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.autograd import profiler
 
+from fairshard.checks.phases import assert_none_summoned
 from fairshard.checks.profile_regions import follow_profiler, open_regions
-from fairshard.checks.usage import assert_none_summoned
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.checks.leaf_writes import show, unpin
 from fairshard.checks.optimizer_check import watch_copy
-from fairshard.checks.usage import assert_idle
+from fairshard.checks.phases import assert_idle
 from fairshard.engine.residency import Event
 from fairshard.engine.root import Root
 from fairshard.engine.training_state import TrainingState

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fairshard.checks.order_check import OrderCheck
-from fairshard.checks.usage import assert_idle
+from fairshard.checks.phases import assert_idle
 from fairshard.engine.tree import units_below
 from fairshard.nn.comm_hooks import LOW_PRECISION_HOOKS
 from fairshard.nn.data_parallel.wrapper.state import StateMethods
