@@ -20,6 +20,7 @@ from fairshard.engine.schedule import CallPlace, Schedule, UnitRule, build
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.params.flat_param import FlatParam
+from fairshard.params.rule import BackwardPrefetch
 from fairshard.utils.autograd import reaches
 from fairshard.utils.collectives import Communicator
 
@@ -294,14 +295,14 @@ class Plan:
         return bytes(owed)
 
     def _rule(self, unit: Unit) -> UnitRule:
-        number = self.own.number
+        number, prefetch = self.own.number, unit.rule.backward_prefetch
         named = tuple(number[other] for other in unit.ahead_in_backward if other in number)
         return UnitRule(
             unit.unshard_in_backward,
             unit.keeps.reshard_after_backward,
             unit.rule.keeps_across_passes or unit.keeps.reshard_after_forward,
-            unit.rule.prefetches_late,
-            None if unit.rule.prefetches_in_backward and not named else named,
+            prefetch is BackwardPrefetch.BACKWARD_POST,
+            named if named or prefetch is None else None,
         )
 
     def agree_on_leaves(self) -> bytearray:

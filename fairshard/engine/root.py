@@ -266,7 +266,7 @@ class Engine:
         self.drop_interrupted(first)
         if self._running is not None:  # inside of a forward
             self._keep(self._running.cut())
-        passes = [one for one in self.passes if not first.is_alone or one.goes_only_through(first.units)]
+        passes = [one for one in self.passes if first.join is None or one.goes_only_through(first.units)]
         plan = agree_on_plan(passes, first, is_restricted, begin=lambda: first.begin_backward(passes))
         backward = Backward(first, plan, self.backward, self._end_backward)
         self._set_backward(backward, plan)
@@ -400,9 +400,9 @@ class Root:
         order: what its passes have called last; ``kept``: what its backwards have planned last.
         record: the passes that it has begun.
         backward: the innermost that goes through it, running or interrupted.
-        is_alone: its backwards go through no other model; for those who describe them to other ranks.
         is_last_backward: if False, units that the next backward does not reach stay gathered for the one after it.
-        join: lets ranks that have run out of batches take part; set by those who offer it.
+        join: lets ranks that have run out of batches take part; set by those who offer it. Backwards then go through no
+            other model, because these ranks know none.
     """
 
     def __init__(
@@ -417,9 +417,8 @@ class Root:
         self.backward: Backward | None = None
         self.engine = engine_of(comms, shared.device)
         self.engine.roots.add(self)
-        self.is_last_backward, self.is_alone = True, False
+        self.is_last_backward = True
         self.join: Any = None
-        self._reads_host_memory = any(fp.shows.on_cpu for unit in units for fp in unit.flat_params)
 
     def __del__(self) -> None:
         if self.backward is not None:  # it has raised
@@ -472,7 +471,8 @@ class Root:
 
     def wait_for_reads(self) -> None:
         """Make the host wait until the device has read the shards in host memory; after that they may change."""
-        if self._reads_host_memory and self.shared.is_asynchronous:
+        flat_params = (flat_param for unit in self.units for flat_param in unit.flat_params)
+        if self.shared.is_asynchronous and any(flat_param.shows.on_cpu for flat_param in flat_params):
             self.shared.transfers.wait(self.shared.unshard_stream.record())
 
     # ---- what ranks compare

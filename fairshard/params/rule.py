@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, auto
 
 import torch
 
@@ -14,6 +14,13 @@ class GradHome(Enum):
     SHARD = "on the shard, in the memory of the reduction"
     HOST = "on the shard, in host memory"
     HELD = "with the unit, on the compute device: torch refuses a ``.grad`` on another device than its parameter"
+
+
+class BackwardPrefetch(Enum):
+    """When the backward starts to gather the next unit: before or after it computes the current unit's gradients."""
+
+    BACKWARD_PRE = auto()
+    BACKWARD_POST = auto()
 
 
 @dataclass(frozen=True)
@@ -32,8 +39,8 @@ class Rule:
         input_dtype, root_input_dtype: to which a forward's inputs are cast, the latter for the outermost unit.
         divide_before: the divisor of gradients before their sum.
         cpu_offload: the device keeps no copy of a shard in host memory.
-        prefetches_in_forward, prefetches_in_backward: the next unit is gathered ahead.
-        prefetches_late: in a backward, only when the gradients of the current one are ready.
+        prefetches_in_forward: a forward gathers the next unit ahead.
+        backward_prefetch: when a backward gathers the next unit ahead; None: never.
     """
 
     reshard_after_forward: bool | int = True
@@ -50,8 +57,7 @@ class Rule:
     cpu_offload: bool = False
     grad_home: GradHome = GradHome.SHARD
     prefetches_in_forward: bool = True
-    prefetches_in_backward: bool = True
-    prefetches_late: bool = False
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
 
     def compute_dtype_of(self, param_dtype: torch.dtype, keeps_dtype: bool = False) -> torch.dtype:
         """The dtype in which parameters of ``param_dtype`` are gathered and compute; with ``keeps_dtype`` their own."""

@@ -89,7 +89,7 @@ class UnitConfig:
     @property
     def rule(self) -> Rule:
         """These settings as the engine needs them."""
-        precision, late, prefetch = self.precision, self.late, self.backward_prefetch
+        precision, late = self.precision, self.late
         casts_to = precision.param_dtype
         uncast = torch.float32 if self.force_input_to_fp32 and casts_to is None else None
         on_host = GradHome.HELD if self.cpu_offload else GradHome.SHARD
@@ -108,8 +108,7 @@ class UnitConfig:
             cpu_offload=self.cpu_offload,
             grad_home=GradHome.HOST if self.move_grads_to_cpu else on_host,
             prefetches_in_forward=self.forward_prefetch is not False,
-            prefetches_in_backward=prefetch is not None,
-            prefetches_late=prefetch is BackwardPrefetch.BACKWARD_POST,
+            backward_prefetch=self.backward_prefetch,
         )
 
     def check_param_dtype(self, dtype: torch.dtype, fqn: str) -> None:

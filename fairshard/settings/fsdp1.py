@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fairshard.params.rule import BackwardPrefetch as BackwardPrefetch
+
 
 class ShardingStrategy(Enum):
     """Which tensors are sharded over which ranks, and when whole parameters are freed.
@@ -47,13 +49,6 @@ class ShardingStrategy(Enum):
     def reshards_after_forward(self) -> bool:
         """Whether parameters are freed between forward and backward."""
         return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
-
-
-class BackwardPrefetch(Enum):
-    """When the backward starts to gather the next unit: before or after it computes the current unit's gradients."""
-
-    BACKWARD_PRE = auto()
-    BACKWARD_POST = auto()
 
 
 @dataclass(frozen=True)

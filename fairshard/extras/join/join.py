@@ -112,7 +112,7 @@ class Join(Observer):
 
     def enter(self) -> None:
         """From now on, listen to the passes of the model."""
-        self._root.join, self._root.is_alone = self, True
+        self._root.join = self
         self._root.tell([self, *self._root.observers])
         OrderCheck.of(self._root).in_join = True
 
@@ -386,5 +386,5 @@ def leave(root: Root) -> None:
     """All ranks run the same passes of ``root`` from now on."""
     if root.join is not None:
         root.tell([observer for observer in root.observers if observer is not root.join])
-        root.join, root.is_alone = None, False
+        root.join = None
     OrderCheck.of(root).in_join = OrderCheck.of(root).is_partial = False
