@@ -10,6 +10,8 @@ The names it uses, and what happens if torch does not have them:
   callback until it is over, with or without an exception.
 - The frame of ``torch.autograd.Function.apply``: which custom function is the outermost. Without it, a reentrant
   checkpoint of several units with another one inside raises in its backward.
+- ``torch._C._autograd._top_saved_tensors_default_hooks`` (torch >= 2.7): which checkpoint runs, if it is not reentrant.
+  Without it the frame of ``torch.utils.checkpoint.checkpoint`` tells.
 - ``Tensor._backward_hooks``: a dictionary of hooks, called in its order, and ``Node._register_hook_dict``, which makes
   autograd read it. If torch keeps hooks elsewhere, a hook is called last, and a unit's memory is freed a moment later.
 """
@@ -17,12 +19,14 @@ The names it uses, and what happens if torch does not have them:
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import checkpoint
 
 NO_BACKWARD = -1
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -116,6 +120,7 @@ newest_node: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr",
 
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _is_tracing: None)
 _CHECKPOINT = "_checkpoint_hook."
+_CALL = None if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks") else unwrap(checkpoint).__code__
 
 
 def current_checkpoint() -> Any:
@@ -135,14 +140,16 @@ def current_checkpoint() -> Any:
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
         if found is None and getattr(pack, "__qualname__", "").startswith(_CHECKPOINT):
             found = pack
-    return _outermost_function() if found is None and is_recorded_later() else found
+    if found is None and _CALL is not None:
+        found = _outermost(_CALL)
+    return _outermost(_APPLY) if found is None and is_recorded_later() else found
 
 
-def _outermost_function() -> Any:
-    """The frame in which the outermost custom function of this thread was applied."""
+def _outermost(code: Any) -> Any:
+    """The outermost frame of this thread that runs ``code``."""
     frame, found = sys._getframe(), None
     while frame is not None:
-        if frame.f_code is _APPLY:
+        if frame.f_code is code:
             found = frame
         frame = frame.f_back  # type: ignore[assignment]
     return found
