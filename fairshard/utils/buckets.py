@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fairshard.utils.collectives import Communicators, exchange_tag
-from fairshard.utils.storage import alloc_storage_, free_storage_, is_same_memory
+from fairshard.utils.storage import alloc_storage_, free_storage_
 from fairshard.utils.streams import Event, Stream, now
 from fairshard.utils.transfers import Chain, Transfer
 
@@ -40,28 +40,29 @@ class Division:
 
 
 class GradSource(Protocol):
-    """The interface of a flat gradient that the bucketer uses; flat params implement it."""
+    """The interface of a flat gradient that the bucketer uses; flat params implement it.
+
+    Attributes:
+        shard_numel: elements that this rank gets; all together get ``line.layout.padded_numel``, equal on all ranks.
+        reduce_id, replica_id: identify it in the group that reduces, and in that of replicas.
+        landing_dtype: the dtype of the mean for `accept_grad`; None: as the sum.
+        lands_at_once: whether to wait for its mean right after sending, because a user's hook may communicate.
+        line: the parts of the gradient that each rank gets, ``line.layout``; ``line.bucket_views(columns)`` are the
+            parts of ``columns``, its part of a bucket, to which gradients are copied.
+        bucket_kind: makes its buckets; a bucket has sources of one.
+    """
 
     comms: Communicators
     reduce_dtype: torch.dtype
     compute_device: torch.device
     shard_numel: int
-    """Elements that this rank gets; all ranks together get ``line.layout.padded_numel``, equal on all ranks."""
     reduce_id: int
-    """Identifies the source in the group that reduces; ``replica_id`` does so in the group of replicas."""
     replica_id: int
     division: Division
     landing_dtype: torch.dtype | None
-    """The dtype of the mean for `accept_grad`; None: as the sum."""
     lands_at_once: bool
-    """Whether to wait for its mean right after sending, because a user's hook may communicate."""
     line: Any
-    """The parts of the gradient that each rank gets, ``line.layout``; ``line.bucket_views(columns)`` are the parts of
-    ``columns``, its part of a bucket, to which gradients are copied."""
-
-    @property
-    def bucket_kind(self) -> Any:
-        """Makes its buckets; a bucket has sources of one kind."""
+    bucket_kind: Any
 
     def write_grads(self, views: list[list[Tensor]]) -> None:
         """Copy the gradients into ``views``, which ``line.bucket_views`` has made."""
@@ -73,40 +74,11 @@ class GradSource(Protocol):
         """Receive the mean over ranks of this rank's shard, ``[shard_numel]``; called in the order of launches."""
 
 
-class GradWriter:
-    """Makes ``source`` write to ``columns``, or first to a stage, if its gradients are small and fill many runs.
-
-    A second copy of a few KiB takes less host time than a copy for each run. The stage has memory only during `write`.
-    """
-
-    def __init__(self, source: GradSource, columns: Any) -> None:
-        self._source, self._columns, self._target = source, columns, columns
-        self._views = source.line.bucket_views(columns)
-        self._storage: torch.UntypedStorage | None = None  # of the stage
-        is_small = isinstance(columns, Tensor) and columns.is_cpu and columns.nbytes <= MAX_STAGED_NBYTES
-        if is_small and not columns.is_contiguous():
-            stage = torch.empty_like(columns, memory_format=torch.contiguous_format)
-            views = source.line.bucket_views(stage)
-            if all(run.is_contiguous() for runs in views for run in runs):
-                self._target, self._views = stage, views
-                self._storage, self._nbytes = stage.untyped_storage(), stage.nbytes
-                self._storage.resize_(0)
-
-    def write(self) -> None:
-        """Write the gradients, divided before the sum."""
-        source, target, storage = self._source, self._target, self._storage
-        if storage is not None:
-            storage.resize_(self._nbytes)
-        source.write_grads(self._views)
-        if source.division.before != 1:
-            target.div_(source.division.before)
-        if storage is not None:
-            self._columns.copy_(target)
-            storage.resize_(0)
-
-
 class Bucket:
     """Columns for the gradients of several sources, sent by one reduce-scatter; has memory only while ``is_open``.
+
+    Small gradients in host memory that would fill many runs of their columns are written end to end first, to a stage,
+    because a second copy of a few KiB takes less host time than a copy for each run.
 
     Attributes:
         missing: the indexes of sources that have not written since `close`.
@@ -115,13 +87,14 @@ class Bucket:
     def __init__(self, sources: Sequence[GradSource]) -> None:
         first = sources[0]
         self.comms, self.sources = first.comms, tuple(sources)
-        self.missing = set(range(len(sources)))
+        self.missing: set[int] = set()
         self._columns = self._make_columns()
-        self._writers = [GradWriter(*pair) for pair in zip(sources, self._columns, strict=True)]
+        self._memory = [self.data]  # and the stage, if there is one
+        self._targets = [self._target_of(*pair) for pair in zip(sources, self._columns, strict=True)]
         self._members = hash(tuple(source.reduce_id for source in sources)) & 0xFF
         self._uses = count(1)
         self._kept: list[Tensor] = []  # until `close`, because another stream may own the memory
-        free_storage_(self.data)
+        self.close()
 
     def _make_columns(self) -> Sequence[Any]:
         """Make `data`; returns the part of each source."""
@@ -131,6 +104,18 @@ class Bucket:
         columns: Sequence[Tensor] = self.data.split(widths, dim=1)
         return columns
 
+    def _target_of(self, source: GradSource, columns: Any) -> tuple[Any, list[list[Tensor]]]:
+        """Where ``source`` writes, its ``columns`` or the stage, and the parts of that."""
+        is_small = isinstance(columns, Tensor) and columns.is_cpu and columns.nbytes <= MAX_STAGED_NBYTES
+        if is_small and not columns.is_contiguous():
+            if len(self._memory) == 1:
+                self._memory.append(self.data.new_empty(MAX_STAGED_NBYTES // self.data.itemsize))
+            stage = self._memory[1][: columns.numel()].view(columns.shape)
+            views = source.line.bucket_views(stage)
+            if all(run.is_contiguous() for runs in views for run in runs):
+                return stage, views
+        return columns, source.line.bucket_views(columns)
+
     @property
     def is_open(self) -> bool:
         """Whether any source has written since `close`."""
@@ -139,8 +124,18 @@ class Bucket:
     def write(self, index: int, zeros: bool = False) -> bool:
         """Make the source at ``index`` write its gradients, or ``zeros``; returns whether the bucket is complete."""
         if len(self.missing) == len(self.sources):
-            alloc_storage_(self.data)
-        self._columns[index].zero_() if zeros else self._writers[index].write()
+            for memory in self._memory:
+                alloc_storage_(memory)
+        columns = self._columns[index]
+        if zeros:
+            columns.zero_()
+        else:
+            source, (target, views) = self.sources[index], self._targets[index]
+            source.write_grads(views)
+            if target is not columns:
+                columns.copy_(target)
+            if source.division.before != 1:
+                columns.div_(source.division.before)
         self.missing.discard(index)
         return not self.missing
 
@@ -160,14 +155,9 @@ class Bucket:
 
     def deliver(self, reduced: Tensor) -> None:
         """Divide ``reduced`` ``[width]``, a sum, and pass its parts to the sources that have written."""
-        if self.comms.shard.world_size == 1 < self.comms.num_ranks and is_same_memory(reduced, self.data[0]):
-            reduced = reduced.clone()  # the bucket's memory is reused
-        factor, *others = {source.division.after for source in self.sources}
-        dtype, *dtypes = {source.landing_dtype for source in self.sources}
-        if others:
-            for source, part in zip(self.sources, self._parts(reduced), strict=True):
-                part.div_(source.division.after)
-        elif not dtypes and dtype not in (None, reduced.dtype):  # divided and cast by one kernel
+        factor, dtype = self.sources[0].division.after, self.sources[0].landing_dtype or reduced.dtype
+        is_reused = self.comms.num_ranks > 1 and reduced.data_ptr() == self.data.data_ptr()
+        if dtype != reduced.dtype or is_reused:  # divided and moved by one kernel
             reduced = torch.div(reduced, factor, out=torch.empty_like(reduced, dtype=dtype))
         elif factor != 1:
             reduced.div_(factor)
@@ -182,36 +172,42 @@ class Bucket:
 
     def _add_kept(self, reduced: Tensor) -> Tensor:
         """Add what sources have kept to ``reduced``, in fp32 or wider, in place if it already has that dtype."""
-        kept = {i: source.take_kept() for i, source in enumerate(self.sources) if i not in self.missing}
-        runs = {i: run for i, run in kept.items() if run is not None}
-        if runs:
-            self._kept += runs.values()
+        runs = [None if i in self.missing else source.take_kept() for i, source in enumerate(self.sources)]
+        if any(run is not None for run in runs):
             reduced = reduced.to(torch.promote_types(reduced.dtype, torch.float32))
-            parts = self._parts(reduced)
-            for i, run in runs.items():
-                parts[i].add_(run)
+            for part, run in zip(self._parts(reduced), runs, strict=True):
+                if run is not None:
+                    self._kept.append(run)
+                    part.add_(run)
         return reduced
 
     def close(self) -> None:
         """Free the memory, and expect all sources again."""
-        free_storage_(self.data)
+        for memory in self._memory:
+            free_storage_(memory)
         self._kept.clear()
         self.missing.update(range(len(self.sources)))
 
 
+def _kind(source: Any) -> tuple[object, ...]:
+    """What the sources of one bucket have in common: how they are written, summed, divided and cast."""
+    sent = source.comms, source.reduce_dtype, source.compute_device, source.bucket_kind
+    return *sent, source.division, source.landing_dtype
+
+
 def pack(order: Sequence[Any], bucket_cap_mb: float) -> list[list[Any]]:
-    """Group ``order``, of `GradSource`, into buckets: consecutive ones of one kind share a bucket up to the cap."""
+    """Group ``order``, of `GradSource`, into buckets: consecutive ones of one `_kind` share a bucket up to the cap."""
     packed: list[list[Any]] = []
     filling: dict[tuple[object, ...], tuple[list[Any], int]] = {}
     for source in order:
-        key = (source.comms, source.reduce_dtype, source.compute_device, source.bucket_kind)
+        kind = _kind(source)
         own = source.line.layout.padded_numel * source.reduce_dtype.itemsize
-        sources, nbytes = filling.get(key, ([], 0))
+        sources, nbytes = filling.get(kind, ([], 0))
         if not sources or nbytes + own > bucket_cap_mb * MB:
             sources, nbytes = [], 0
             packed.append(sources)
         sources.append(source)
-        filling[key] = sources, nbytes + own
+        filling[kind] = sources, nbytes + own
     return packed
 
 
@@ -224,13 +220,13 @@ class Bucketer:
     """Collects gradients into buckets of at most ``bucket_cap_mb`` MB (all ranks' shares together).
 
     ``bucket_cap_mb <= 0`` turns bucketing off. Sums are queued on ``stream``. One bucketer serves all units of a model;
-    gradients of different process groups, dtypes or devices never share a bucket.
+    gradients of different process groups, dtypes, devices or divisors never share a bucket.
     """
 
     def __init__(self, bucket_cap_mb: float, stream: Stream) -> None:
         self.bucket_cap_mb = bucket_cap_mb
         self._stream = stream
-        self._order: list[tuple[GradSource, Communicators]] = []
+        self._order: list[tuple[GradSource, tuple[object, ...]]] = []
         self._place: dict[GradSource, tuple[Bucket, int]] = {}
         self._flying: deque[tuple[Bucket, Transfer]] = deque()
         self.due: list[tuple[Bucket, Event]] = []  # complete at an event; sent after the next gather
@@ -239,7 +235,7 @@ class Bucketer:
 
     def plan(self, order: Sequence[GradSource]) -> None:
         """Plan buckets for the gradients of ``order``, in that order; repeating the last plan costs nothing."""
-        expected = [(source, source.comms) for source in order]
+        expected = [(source, _kind(source)) for source in order]
         if self._order == expected:
             return
         self._order = expected
@@ -270,9 +266,8 @@ class Bucketer:
             self.due.append((bucket, now(bucket.data.device)))
         else:
             self.launch(bucket)
-            lands = bucket.data.is_cpu and any(source.lands_at_once for source in bucket.sources)
-            while lands and self._flying:
-                self._land()
+            if bucket.data.is_cpu and any(source.lands_at_once for source in bucket.sources):
+                self._land_all()
 
     def send_due(self) -> None:
         """Send the bucket that has waited for a gather, if any."""
@@ -286,8 +281,7 @@ class Bucketer:
         for bucket in dict.fromkeys([bucket for bucket, _ in self._place.values()]):
             if bucket.is_open and bucket not in flying:
                 self.launch(bucket)
-        while self._flying:
-            self._land()
+        self._land_all()
         error, self._error = self._error, None
         if error is not None and not self.drops:
             raise error
@@ -297,9 +291,7 @@ class Bucketer:
         self.due.clear()
         self._error = None
         while self._flying:
-            bucket, transfer = self._flying.popleft()
-            transfer.wait()
-            bucket.close()
+            self._flying.popleft()[1].wait()
         for bucket, _ in self._place.values():
             bucket.close()
 
@@ -333,6 +325,10 @@ class Bucketer:
         """Whether ``bucket`` has no memory yet, and must wait for it."""
         flying = [each.data.nbytes for each, _ in self._flying]
         return not bucket.is_open and is_crowded(bucket.data.nbytes, flying, self.bucket_cap_mb)
+
+    def _land_all(self) -> None:
+        while self._flying:
+            self._land()
 
     def _land(self) -> None:
         """Finish the oldest bucket in flight."""

@@ -43,6 +43,8 @@ class SourceBytes:
         self.line: Any = flat  # has the layout
         self.bucket_numel = flat.layout.padded_numel
         self.bucket_kind = isinstance(flat.layout, OwnedLayout)  # the others share buckets
+        self.division = None  # alike for all
+        self.landing_dtype = self.reduce_dtype if unit.config.rule.keeps_reduce_dtype else flat.param_dtype
 
     @property
     def gathered_nbytes(self) -> int:
