@@ -148,7 +148,12 @@ class Bucket:
         if replicas is None:
             return scatter
         tag = exchange_tag("reduce_scatter", first.replica_id, uses, self._members)
-        return Chain(scatter, lambda reduced: replicas.sum_over_ranks(self._add_kept(reduced), tag))
+
+        def sum_over_replicas(reduced: Any) -> Transfer:
+            return replicas.sum_over_ranks(self._add_kept(reduced), tag)
+
+        is_ready = not scatter.works and scatter.result is not None  # on all ranks
+        return sum_over_replicas(scatter.result) if is_ready else Chain(scatter, sum_over_replicas)
 
     def _reduce(self, tag: int) -> Transfer:
         return self.comms.reduce.reduce_scatter(self.data, tag)

@@ -40,6 +40,10 @@ class Transfer:
 
     ``wait`` makes the current stream (on CPU: the calling thread) wait for it, and returns ``result``. It waits for
     every work even if one fails, because a work that is not waited for would make the next collective time out.
+
+    Attributes:
+        works: what to wait for.
+        result: what `wait` returns; None: ``finish`` makes it.
     """
 
     __slots__ = ("_finish", "result", "works")
@@ -55,13 +59,9 @@ class Transfer:
         self.result = result
 
     def wait(self) -> Tensor | None:
-        """Wait, then return the result of the collective, or None. May be called again."""
-        if self.works:
-            works, self.works = self.works, ()
-            wait_all(works)
-        if self._finish is not None:
-            self.result, self._finish = self._finish(), None
-        return self.result
+        """Wait, then return the result of the collective, or None. Called once."""
+        wait_all(self.works)
+        return self.result if self._finish is None else self._finish()
 
     def is_completed(self) -> bool:
         """Whether `wait` would return immediately."""
@@ -69,25 +69,21 @@ class Transfer:
 
 
 class Chain(Transfer):
-    """Two transfers: the second starts with the result of the first; at once, if the first has nothing to wait for."""
+    """A transfer, and one that ``start`` starts with its result when somebody waits."""
 
-    __slots__ = ("_first", "_next", "_start")
+    __slots__ = ("_first", "_start")
 
     def __init__(self, first: Transfer, start: Callable[[Any], Transfer]) -> None:
         super().__init__()
         self._first, self._start = first, start
-        is_ready = not first.works and first.result is not None
-        self._next = start(first.result) if is_ready else None
 
     def wait(self) -> Tensor | None:
         """See `Transfer.wait`. On CPU the calling thread waits for the first before the second starts."""
-        if self._next is None:
-            self._next = self._start(self._first.wait())
-        return self._next.wait()
+        return self._start(self._first.wait()).wait()
 
     def is_completed(self) -> bool:
         """See `Transfer.is_completed`. *Invariant*: starts nothing, because ranks call it at different times."""
-        return self._next is not None and self._next.is_completed()
+        return False
 
 
 def wait_all(works: Sequence[Any], failure: Exception | None = None) -> None:

@@ -181,8 +181,6 @@ def unwaited(thing, *_events):
         inner, thing._transfer = thing._transfer, None
         return None if inner is None else unwaited(inner)
     if isinstance(thing, Chain):
-        if thing._next is None:
-            thing._next = thing._start(unwaited(thing._first))
-        return unwaited(thing._next)
+        return unwaited(thing._start(unwaited(thing._first)))
     thing.works = ()
     return thing.wait()

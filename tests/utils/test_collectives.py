@@ -221,14 +221,6 @@ def test_a_transfer_waits_for_every_work_even_when_one_fails():
     assert waited == ["bad", "good"]
 
 
-def test_a_transfer_may_be_waited_for_twice():
-    """The second wait returns the same result and does nothing."""
-    finished = []
-    transfer = Transfer(finish=lambda: finished.append(1) or torch.ones(1))
-    assert transfer.wait() is transfer.wait()
-    assert finished == [1]
-
-
 def test_default_group_needs_one():
     """Without `init_process_group` the default group raises a ValueError that says so."""
     with pytest.raises(ValueError, match="init_process_group"):

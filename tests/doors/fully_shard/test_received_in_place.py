@@ -15,6 +15,7 @@ from fairshard.utils.collectives import counters, exchange_tag, reset_counters
 from fairshard.utils.groups import communicator
 from fairshard.utils.part_gather import PartGather
 from fairshard.utils.rows_layout import RowsLayout
+from fairshard.utils.transfers import Transfer
 from fairshard.views.received_in_place import ReceivedInPlace, large_params
 from tests.doors.fully_shard.test_custom_comms import CountingGather
 from tests.kit import CopyCounter
@@ -129,8 +130,9 @@ def test_a_gather_that_nobody_waits_for():
         with torch.no_grad():
             for param in [*model.parameters(), *plain.parameters()]:
                 (param.to_local() if isinstance(param, DTensor) else param).mul_(1.5)
-            result = model(x)
-        assert not running.works  # waited for
+            with mock.patch.object(Transfer, "wait", autospec=True, side_effect=Transfer.wait) as wait:
+                result = model(x)
+        assert mock.call(running) in wait.mock_calls
         assert torch.equal(result, plain(x))
 
 
