@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from fairshard.utils.device import accelerators_in_use
-from fairshard.utils.dynamo import breaks_graph, set_tracer
+from fairshard.utils.dynamo import set_tracer
+from fairshard.utils.graph_breaks import breaks_graph
 from fairshard.utils.nested import apply_to_tensors
 from fairshard.utils.streams import is_asynchronous
 

@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from fairshard.utils.dynamo import breaks_graph, set_tracer
+from fairshard.utils.dynamo import set_tracer
+from fairshard.utils.graph_breaks import breaks_graph
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

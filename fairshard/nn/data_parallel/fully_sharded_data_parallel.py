@@ -40,7 +40,7 @@ from fairshard.setup.naming import place
 from fairshard.setup.sharding import check_not_sharded, shard_parameters
 from fairshard.state.full_params import Showing, summon
 from fairshard.state.shown import is_shown
-from fairshard.utils.dynamo import breaks_graph
+from fairshard.utils.graph_breaks import breaks_graph
 from fairshard.utils.names import join
 
 

@@ -22,8 +22,9 @@ from fairshard.setup.around import refuse_ddp
 from fairshard.setup.claim import check_complete, claim
 from fairshard.setup.origin import move_inputs
 from fairshard.state.shown import is_shown, shown_on_first
-from fairshard.utils.dynamo import allows_breaks, breaks_graph, set_tracer
+from fairshard.utils.dynamo import set_tracer
 from fairshard.utils.fake_mode import is_fake_mode_on
+from fairshard.utils.graph_breaks import allows_breaks, breaks_graph
 from fairshard.utils.user_line import level_of_user
 
 NOT_IN_A_GRAPH = (

@@ -31,7 +31,8 @@ from fairshard.setup.claim import claim
 from fairshard.setup.conversion import check_conversion, refuse_sharing
 from fairshard.setup.late_changes import adopt_changes
 from fairshard.state.foreign_names import check_names
-from fairshard.utils.dynamo import breaks_graph, not_traced, set_tracer
+from fairshard.utils.dynamo import not_traced, set_tracer
+from fairshard.utils.graph_breaks import breaks_graph
 from fairshard.utils.nested import apply_to_tensors
 from fairshard.utils.untraced import untraced
 from fairshard.views.shown_dtensors import ShownDTensors
