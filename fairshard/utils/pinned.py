@@ -6,6 +6,7 @@ tensor starts with it, because `Tensor.is_pinned` checks the start of the storag
 """
 
 import contextlib
+import functools
 import mmap
 import warnings
 import weakref
@@ -17,7 +18,6 @@ from torch import Tensor
 from fairshard.utils.streams import is_asynchronous
 
 _HOST = torch.device("cpu")  # named, because users set other default devices
-_has_warned = False
 
 
 def host_empty_like(like: Tensor, compute_device: torch.device) -> Tensor:
@@ -66,16 +66,15 @@ def _pinned_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tenso
     if host_register(data, device):
         weakref.finalize(memory, host_unregister, data.data_ptr(), device)  # before the memory is unmapped
     else:
-        _warn_not_pinned(nbytes)
+        _warn_not_pinned()
     return data
 
 
-def _warn_not_pinned(nbytes: int) -> None:
-    global _has_warned
-    if not _has_warned:
-        _has_warned = True
-        warnings.warn(
-            f"{nbytes / 2**20:.0f} MiB of host memory could not be pinned: the limit of locked memory is reached "
-            "(`ulimit -l`). Copies to and from the device are slower, and no longer overlap with its work.",
-            stacklevel=2,
-        )
+@functools.cache
+def _warn_not_pinned() -> None:
+    """Warn, the first time."""
+    warnings.warn(
+        "Host memory could not be pinned: the limit of locked memory is reached (`ulimit -l`). Copies to and from the "
+        "device are slower, and no longer overlap with its work.",
+        stacklevel=2,
+    )

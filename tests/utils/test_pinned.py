@@ -40,7 +40,7 @@ def test_pinned_memory_starts_at_a_page_and_is_registered_at_its_exact_size(monk
 def test_the_limit_of_locked_memory_is_a_warning_once(monkeypatch):
     """Memory that cannot be pinned is pageable and works; only the first time warns."""
     monkeypatch.setattr(pinned, "host_register", lambda *_: False)
-    monkeypatch.setattr(pinned, "_has_warned", False)
+    pinned._warn_not_pinned.cache_clear()
     with pytest.warns(UserWarning, match=r"could not be pinned.*ulimit -l"):
         made = pinned.host_empty_like(torch.zeros(5), CUDA)
     assert made.fill_(2).sum() == 10
