@@ -8,7 +8,7 @@ from typing import Any
 from fairshard.engine.root import Engine
 from fairshard.engine.unit import Unit
 from fairshard.utils.async_tensors import waited
-from fairshard.utils.nested import cast_inputs_to_fp16
+from fairshard.utils.containers import cast_inputs_to_fp16
 
 
 def call_in(unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
