@@ -89,8 +89,7 @@ class Bucket:
         self.comms, self.sources = first.comms, tuple(sources)
         self.missing: set[int] = set()
         self._columns = self._make_columns()
-        staged = [part.numel() for part in self._columns if _is_staged(part)]
-        self._stage = self.data.new_empty(max(staged, default=0))
+        self._memory = [self.data]  # and the stage, if there is one
         self._targets = [self._target_of(*pair) for pair in zip(sources, self._columns, strict=True)]
         self._members = hash(tuple(source.reduce_id for source in sources)) & 0xFF
         self._uses = count(1)
@@ -107,8 +106,11 @@ class Bucket:
 
     def _target_of(self, source: GradSource, columns: Any) -> tuple[Any, list[list[Tensor]]]:
         """Where ``source`` writes, its ``columns`` or the stage, and the parts of that."""
-        if _is_staged(columns):
-            stage = self._stage[: columns.numel()].view(columns.shape)
+        is_small = isinstance(columns, Tensor) and columns.is_cpu and columns.nbytes <= MAX_STAGED_NBYTES
+        if is_small and not columns.is_contiguous():
+            if len(self._memory) == 1:
+                self._memory.append(self.data.new_empty(MAX_STAGED_NBYTES // self.data.itemsize))
+            stage = self._memory[1][: columns.numel()].view(columns.shape)
             views = source.line.bucket_views(stage)
             if all(run.is_contiguous() for runs in views for run in runs):
                 return stage, views
@@ -122,8 +124,8 @@ class Bucket:
     def write(self, index: int, zeros: bool = False) -> bool:
         """Make the source at ``index`` write its gradients, or ``zeros``; returns whether the bucket is complete."""
         if len(self.missing) == len(self.sources):
-            alloc_storage_(self.data)
-            alloc_storage_(self._stage)
+            for memory in self._memory:
+                alloc_storage_(memory)
         columns = self._columns[index]
         if zeros:
             columns.zero_()
@@ -186,16 +188,10 @@ class Bucket:
 
     def close(self) -> None:
         """Free the memory, and expect all sources again."""
-        free_storage_(self.data)
-        free_storage_(self._stage)
+        for memory in self._memory:
+            free_storage_(memory)
         self._kept.clear()
         self.missing.update(range(len(self.sources)))
-
-
-def _is_staged(columns: Any) -> bool:
-    """Whether gradients may be written to a stage before they are copied to ``columns``."""
-    is_small = isinstance(columns, Tensor) and columns.is_cpu and columns.nbytes <= MAX_STAGED_NBYTES
-    return is_small and not columns.is_contiguous()
 
 
 def _kind(source: Any) -> tuple[object, ...]:
