@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 from fairshard.errors import FairshardError
 from fairshard.utils.failures import explained
 from fairshard.utils.streams import now
-from fairshard.utils.transfers import Message, Transfer, Works
+from fairshard.utils.transfers import Chain, Message, Transfer, Works
 
 __all__ = ["counters", "reset_counters"]
 
@@ -126,9 +126,7 @@ class Communicator:
             return undivided(getattr(self.group, SCATTER)(reduced, bucket.view(-1)), reduced, power)
         if self.exchange is not None:
             return self.exchange_rows(self.exchange, bucket.unbind(), tag)
-        received = torch.empty_like(bucket)
-        works = [dist.all_to_all_single(received.view(-1), bucket.view(-1), group=self.group, async_op=True)]
-        return Transfer(works, finish=lambda: sum_in_order(list(received)))
+        return self._sum_received(bucket)
 
     @explained
     def sum_over_ranks(self, tensor: Tensor, tag: int) -> Transfer:
@@ -145,9 +143,14 @@ class Communicator:
             return undivided(dist.all_reduce(tensor, group=self.group, async_op=True), tensor, power)
         if self.exchange is not None:
             return self.exchange_rows(self.exchange, [tensor] * self.world_size, tag)
-        received = tensor.new_empty(self.world_size, tensor.numel())
-        works = [getattr(self.group, GATHER)(received.view(-1), tensor)]
-        return Transfer(works, finish=lambda: sum_in_order(list(received)))
+        sent = tensor.new_zeros(self.world_size, -(-tensor.numel() // self.world_size))
+        sent.view(-1)[: tensor.numel()] = tensor
+
+        def gather(part: Tensor) -> Transfer:
+            line = part.new_empty(sent.numel())  # `sent` must live until then
+            return Transfer((getattr(self.group, GATHER)(line, part),), line[: tensor.numel()])
+
+        return Chain(self._sum_received(sent), gather)
 
     @explained
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Transfer:
@@ -181,6 +184,12 @@ class Communicator:
             if sent[target].numel():
                 messages.append(("send", [sent[target]], target))
         return messages
+
+    def _sum_received(self, rows: Tensor) -> Transfer:
+        """Like `exchange_rows`, by the backend's all-to-all."""
+        received = torch.empty_like(rows)
+        works = [dist.all_to_all_single(received.view(-1), rows.view(-1), group=self.group, async_op=True)]
+        return Transfer(works, finish=lambda: sum_in_order(list(received)))
 
     def count(self, kind: Kind, nbytes: int) -> None:
         """Count one collective and the bytes that it moves."""
