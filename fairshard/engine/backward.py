@@ -159,8 +159,8 @@ class Backward:
             if kind is _GATHER:
                 self._gather(unit)
             elif kind is _SEND:
-                for grads_sent in unit.root.listeners["grads_sent"] if not is_serving else ():
-                    grads_sent(unit)
+                if not is_serving:
+                    unit.root.told.grads_sent(unit)
                 self._send(unit, cursor in plan.schedule.yields)
             elif kind is _FREE:
                 self.used.discard(unit)

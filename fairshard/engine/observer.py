@@ -9,7 +9,7 @@ from fairshard.utils.collectives import Communicator
 
 
 class Observer:
-    """Listens to one model; a method that a class does not override costs nothing.
+    """Listens to one model; a method that a class does not override is not called.
 
     In a backward, ``gather`` and ``grads_sent`` only record: raise what they find in ``backward_ends``, on all ranks.
     Units are `Unit`s, passes `Pass`es. Whether an event happens, and in which order, is the same on all ranks, except
@@ -68,9 +68,19 @@ EVENTS = (
 )
 
 
-def listening(observers: Sequence[Observer]) -> dict[str, list[Callable[..., None]]]:
-    """For each event, the methods of ``observers`` that it calls, in order."""
-    return {
-        event: [getattr(one, event) for one in observers if getattr(type(one), event) is not getattr(Observer, event)]
-        for event in EVENTS
-    }
+def passing_on(observers: Sequence[Observer]) -> Observer:
+    """An observer that passes each event on to those of ``observers`` that listen to it, in order."""
+    made = Observer()
+    for event in EVENTS:
+        heard = [getattr(one, event) for one in observers if getattr(type(one), event) is not getattr(Observer, event)]
+        if heard:
+            setattr(made, event, heard[0] if len(heard) == 1 else _all(heard))
+    return made
+
+
+def _all(listeners: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    def tell(*args: Any) -> None:
+        for listener in listeners:
+            listener(*args)
+
+    return tell

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fairshard.engine.backward import Backward
 from fairshard.engine.call_hooks import CallHooks, Probe
-from fairshard.engine.observer import Observer, listening
+from fairshard.engine.observer import Observer, passing_on
 from fairshard.engine.plan import Known, Plan, agree_on_plan
 from fairshard.engine.record import CallRecord, Checkpoints, ForwardOrder, Pass, Record, Sight, Token
 from fairshard.engine.residency import Event, State
@@ -144,8 +144,7 @@ class Engine:
                 record = running.open[-1] = running.record.enter(unit, segment)
                 if not is_grad_enabled and is_recorded_later():
                     record.sight = Sight.LATER
-        for call_enters in unit.root.listeners["call_enters"]:
-            call_enters(unit)
+        unit.root.told.call_enters(unit)
         unit.on(Event.ENTER)
         ahead, predicted = unit.ahead_in_forward, unit.root.order.enter(unit)
         if predicted is not None and unit.predicts_forward and not ahead:
@@ -219,9 +218,7 @@ class Engine:
 
     def _tell_call_leaves(self, unit: Unit, completed: bool) -> None:
         assert self._running is not None
-        is_last = len(self._running.open) == 1
-        for call_leaves in unit.root.listeners["call_leaves"]:
-            call_leaves(unit, completed, is_last)
+        unit.root.told.call_leaves(unit, completed, len(self._running.open) == 1)
 
     def _end_pass(self, running: _Running, completed: bool) -> None:
         self._running = None
@@ -267,11 +264,11 @@ class Engine:
         if self._running is not None:  # inside of a forward
             self._keep(self._running.cut())
         passes = [one for one in self.passes if first.join is None or one.goes_only_through(first.units)]
-        plan = agree_on_plan(passes, first, is_restricted, begin=lambda: first.begin_backward(passes))
+        plan = agree_on_plan(passes, first, is_restricted, begin=lambda: first.told.backward_begins(passes))
         backward = Backward(first, plan, self.backward, self._end_backward)
         self._set_backward(backward, plan)
         for root in backward.reached[1:]:
-            root.begin_backward(passes)
+            root.told.backward_begins(passes)
         return backward
 
     def _end_backward(self) -> None:
@@ -283,8 +280,7 @@ class Engine:
         for root in backward.reached:
             is_reached = any(map(backward.lists, root.units))
             reduces = is_reached and backward.sends and any(unit.sync for unit in root.units)
-            for backward_ends in root.listeners["backward_ends"]:
-                backward_ends(is_reached, reduces)
+            root.told.backward_ends(is_reached, reduces)
 
     def is_over(self, backward: Backward) -> bool:
         """Whether the graph task of ``backward`` has ended.
@@ -395,7 +391,7 @@ class Root:
 
     Attributes:
         number: number of the model among those of its `engine`; equal on all ranks.
-        observers: are told of every event; ``listeners``: for each event, their methods.
+        observers: hear every event; ``told`` passes it on to them.
         comms: the groups in which the units communicate.
         order: what its passes have called last; ``kept``: what its backwards have planned last.
         record: the passes that it has begun.
@@ -431,23 +427,17 @@ class Root:
 
     def tell(self, observers: Sequence[Observer]) -> None:
         """Tell ``observers`` of every event from now on."""
-        self.observers, self.listeners = list(observers), listening(observers)
+        self.observers, self.told = list(observers), passing_on(observers)
 
     # ---- passes
 
     def begin_pass(self, unit: Unit, is_trained: bool) -> None:
         """The first call of a pass through the model begins, at ``unit``."""
-        for pass_begins in self.listeners["pass_begins"]:
-            pass_begins(unit, is_trained)
+        self.told.pass_begins(unit, is_trained)
         for each in self.units:
             each.begin_pass()
         self.shared.await_step()
         self.order.begin(is_trained)
-
-    def begin_backward(self, passes: Sequence[Pass[Unit]]) -> None:
-        """A backward that may reach ``passes`` begins."""
-        for backward_begins in self.listeners["backward_begins"]:
-            backward_begins(passes)
 
     def finish_grads(self) -> None:
         """Send the gradients that wait in buckets, wait for all sums, and write them to the shards."""
@@ -466,8 +456,7 @@ class Root:
         for unit in self.units:
             unit.reset()
         self.order.forget()
-        for interrupted in self.listeners["interrupted"]:
-            interrupted(in_backward)
+        self.told.interrupted(in_backward)
 
     def wait_for_reads(self) -> None:
         """Make the host wait until the device has read the shards in host memory; after that they may change."""

@@ -198,8 +198,8 @@ class Unit:
         )
         if what is Action.GATHER:
             in_backward = event is Event.NEEDED
-            for gather in self.root.listeners["gather"] if event is not Event.UNSHARD else ():
-                gather(self, in_backward)
+            if event is not Event.UNSHARD:
+                self.root.told.gather(self, in_backward)
             self.unshard(in_backward)
         elif what is Action.FREE:
             for part in self.parts if event is Event.LEAVE else ():

@@ -57,7 +57,7 @@ def _reduce_kept(root: Root) -> None:
         TrainingStateError: in the middle of a pass.
     """
     assert_idle(root, "post_backward")
-    root.begin_backward([])
+    root.told.backward_begins([])
     root.engine.follow(root, [])
     for unit in root.units:
         unit.end_backward(awaited=False)
