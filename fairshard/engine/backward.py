@@ -259,7 +259,8 @@ def problem_of(units: Sequence[Unit], is_in_task: bool) -> Exception | None:
             unit.settle()
             for flat_param in unit.flat_params:
                 flat_param.follow_requires_grad()
-                flat_param.forget_zeroed()
+                flat_param.grad.begin_backward()
+                flat_param.drop_zeroed()
         if torch.is_grad_enabled() and is_in_task:
             raise GradRequiresGradError(
                 "Gradients of a sharded unit must not require grad, but the backward of "

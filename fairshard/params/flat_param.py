@@ -399,12 +399,6 @@ class FlatParam:
         """Whether autograd has left a gradient on a leaf."""
         return bool([slot for slot in self.slots if slot.leaf.grad is not None])  # a generator costs host time
 
-    def forget_zeroed(self) -> None:
-        """A backward begins: see `drop_zeroed`; what earlier backwards have changed cannot be lost any more."""
-        self.grad.begin_backward()
-        if self.grad.pending is not None:
-            self.drop_zeroed()
-
     def drop_zeroed(self) -> None:
         """Drop the pending gradients of parameters that the user has zeroed since.
 

@@ -232,7 +232,7 @@ class ShardGrad:
     # ---- pending gradients
 
     def begin_backward(self) -> None:
-        """Forget what earlier backwards have changed."""
+        """A backward begins: what earlier ones have changed cannot be lost any more."""
         self.at_stake = None
 
     def pending_of(self, num_leaves: int) -> PendingGrads:

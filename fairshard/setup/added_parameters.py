@@ -20,6 +20,7 @@ from fairshard.engine.tree import is_wrapper, paths_of, unit_of, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.params.slot import ParamSlot, slot_of
+from fairshard.setup.shared_params import holds
 from fairshard.utils.failures import reported
 from fairshard.utils.names import join
 
@@ -84,7 +85,7 @@ def check_all_known(module: nn.Module) -> bool:
     for holder, unit in holders:
         for path, part, name, param in _not_ignored(holder, unit):
             slot = slots.get((id(part), name))
-            if slot is not None and slot.holds(param):
+            if slot is not None and holds(slot, param):
                 continue
             fqn = join(unit.fqn, join(path, name))
             if slot is None:

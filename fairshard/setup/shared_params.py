@@ -66,9 +66,9 @@ class SharedParams:
         Raises:
             ValueError: it is not a parameter of another unit, or no module of this unit uses it.
         """
-        if any(slot.holds(param) for slot in self._appended):
+        if any(holds(slot, param) for slot in self._appended):
             return
-        uses = [use for use in self._found if use.slot.holds(param) and use.is_due]
+        uses = [use for use in self._found if holds(use.slot, param) and use.is_due]
         if not uses:
             raise ValueError(
                 "`append_shared_param` must be called with a parameter that another unit has sharded and that a module "
@@ -144,6 +144,11 @@ def refusal(fqn: str, owner: ParamSlot) -> str:
         f"A parameter must belong to one unit, but `{fqn}` is shared with `{owner.fqn}` of a unit that is sharded "
         f"already. {how}"
     )
+
+
+def holds(slot: ParamSlot, param: Any) -> bool:
+    """Whether ``param`` is the parameter of ``slot``, or what a module has in its place, whole or sharded."""
+    return any(param is own for own in (slot.leaf, slot.registered, slot.placeholder) if own is not None)
 
 
 def _call_in(unit: Unit, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
