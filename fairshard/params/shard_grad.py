@@ -243,7 +243,7 @@ class ShardGrad:
         return self.pending
 
     def adopt(self, other: ShardGrad) -> None:
-        """Manage the pending gradients of ``other`` from now on, an object for the same shard, and show placeholders."""
+        """Manage and show the pending gradients of ``other`` from now on, an object for the same shard."""
         self.pending = other.pending
         if self.pending is not None:
             self.pending.faces, shown = self, other.shown

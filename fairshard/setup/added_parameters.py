@@ -20,7 +20,6 @@ from fairshard.engine.tree import is_wrapper, paths_of, unit_of, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.params.slot import ParamSlot, slot_of
-from fairshard.setup.shared_params import holds
 from fairshard.utils.failures import reported
 from fairshard.utils.names import join
 
@@ -172,3 +171,8 @@ def _refusal_of_whole(fqn: str) -> str:
         "(`with torch.no_grad(): param.copy_(distribute_tensor(values, param.device_mesh, param.placements))`), or "
         "load a state dict."
     )
+
+
+def holds(slot: ParamSlot, param: Any) -> bool:
+    """Whether ``param`` is the parameter of ``slot``, or what a module has in its place, whole or sharded."""
+    return any(param is own for own in (slot.leaf, slot.registered, slot.placeholder) if own is not None)

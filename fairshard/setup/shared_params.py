@@ -22,6 +22,7 @@ from fairshard.engine.forward import call_in
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
 from fairshard.params.slot import ParamSlot, slot_of
+from fairshard.setup.added_parameters import holds
 from fairshard.utils.names import join
 
 
@@ -144,11 +145,6 @@ def refusal(fqn: str, owner: ParamSlot) -> str:
         f"A parameter must belong to one unit, but `{fqn}` is shared with `{owner.fqn}` of a unit that is sharded "
         f"already. {how}"
     )
-
-
-def holds(slot: ParamSlot, param: Any) -> bool:
-    """Whether ``param`` is the parameter of ``slot``, or what a module has in its place, whole or sharded."""
-    return any(param is own for own in (slot.leaf, slot.registered, slot.placeholder) if own is not None)
 
 
 def _call_in(unit: Unit, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
