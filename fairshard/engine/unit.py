@@ -297,7 +297,8 @@ class Unit:
         self.settle()
         for flat_param in self.flat_params:
             flat_param.follow_requires_grad()
-            flat_param.forget_zeroed()
+            flat_param.grad.begin_backward()
+            flat_param.drop_zeroed()
 
     def begin_backward(self) -> None:
         """A backward computes with the parameters from now on."""

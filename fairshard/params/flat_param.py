@@ -140,7 +140,8 @@ class FlatParam:
         self._sum_dtype = torch.promote_types(self.compute_dtype, self.reduce_dtype)
         self.compute_device = transfers.device
         home = rule.grad_home if self.shows.on_cpu else GradHome.SHARD
-        held, pending = (None, None) if self.grad is None else (self.grad.value, self.grad.pending)  # of another model
+        before = self.grad  # of another model
+        held = None if before is None else before.value
         grad_dtype = self.reduce_dtype if rule.keeps_reduce_dtype else self.shard.dtype
         with torch.inference_mode(False), torch.no_grad():
             if self.shows.on_cpu:
@@ -155,7 +156,8 @@ class FlatParam:
         self.gather_into(gathered)
         self.shows.link()
         self.grad = self.shows.make_grad(grad_dtype, home, transfers, held)
-        self.grad.adopt(pending)
+        if before is not None:
+            self.grad.adopt(before)
         self.communicate_in(comms)
 
     def _make_gathered(self, comm: Communicator) -> Gathered:
@@ -398,12 +400,6 @@ class FlatParam:
     def has_leaf_grads(self) -> bool:
         """Whether autograd has left a gradient on a leaf."""
         return bool([slot for slot in self.slots if slot.leaf.grad is not None])  # a generator costs host time
-
-    def forget_zeroed(self) -> None:
-        """A backward begins: see `drop_zeroed`; what earlier backwards have changed cannot be lost any more."""
-        self.grad.begin_backward()
-        if self.grad.pending is not None:
-            self.drop_zeroed()
 
     def drop_zeroed(self) -> None:
         """Drop the pending gradients of parameters that the user has zeroed since.

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from fairshard.utils.collectives import Communicator, RowGather, UserGather
 from fairshard.utils.storage import alloc_storage_
+from fairshard.utils.streams import Stream
 from fairshard.utils.transfers import Transfer
 
 
@@ -77,6 +79,10 @@ class Gathered:
         self._storage = buffer.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self.kept_line, self.line_id = buffer, self._storage._cdata
+
+    @staticmethod
+    def copy_beside_gathers(memory: Sequence[Gathered], device: torch.device, gathers: Stream) -> None:
+        """Copy parameters of ``memory``, all of one model, while others are gathered on ``gathers``; here none are."""
 
     def start(self, own: Tensor | None, tag: int) -> None:
         """Start gathering: this rank sends ``own``; None: what its row holds already. **Collective.**"""

@@ -232,7 +232,7 @@ class ShardGrad:
     # ---- pending gradients
 
     def begin_backward(self) -> None:
-        """Forget what earlier backwards have changed."""
+        """A backward begins: what earlier ones have changed cannot be lost any more."""
         self.at_stake = None
 
     def pending_of(self, num_leaves: int) -> PendingGrads:
@@ -242,11 +242,14 @@ class ShardGrad:
             self.pending = PendingGrads(self, num_leaves)
         return self.pending
 
-    def adopt(self, pending: PendingGrads | None) -> None:
-        """Manage the faces of ``pending`` from now on, which another object for the same shard has managed."""
-        self.pending = pending
-        if pending is not None:
-            pending.faces = self
+    def adopt(self, other: ShardGrad) -> None:
+        """Manage and show the pending gradients of ``other`` from now on, an object for the same shard."""
+        self.pending = other.pending
+        if self.pending is not None:
+            self.pending.faces, shown = self, other.shown
+            for face, cover in self.pending.covers.items():
+                if shown[face] is cover.placeholder:
+                    self.show(face, cover.placeholder)
 
     def drop_zeroed(self, names: Sequence[str]) -> None:
         """Adopt what the user has done to placeholders; see `PendingGrads.drop_zeroed`."""

@@ -105,13 +105,6 @@ class ShownShard:
         set_data(self.shard, self.shard.data.to(device))
         self.link()
 
-    # ---- registering
-
-    def register_on(self, module: nn.Module, key: str) -> None:
-        """Register the shard as parameter ``key`` of ``module``."""
-        self.place = module, key
-        module.register_parameter(key, self.shard)
-
     # ---- copies
 
     def __getstate__(self) -> dict[str, Any]:

@@ -43,10 +43,6 @@ class ParamSlot:
         self.owners: list[tuple[nn.Module, str]] = []  # several for tied weights: modules, and the name in each
         self.shown: Tensor | None = None  # what the leaf showed last
 
-    def holds(self, param: Any) -> bool:
-        """Whether ``param`` is what a module has in the parameter's place, whole or sharded, or the parameter."""
-        return any(param is own for own in (self.leaf, self.registered, self.placeholder) if own is not None)
-
     @property
     def values(self) -> Tensor:
         """The values to cut, before the parameter is sharded."""

@@ -84,7 +84,7 @@ def check_all_known(module: nn.Module) -> bool:
     for holder, unit in holders:
         for path, part, name, param in _not_ignored(holder, unit):
             slot = slots.get((id(part), name))
-            if slot is not None and slot.holds(param):
+            if slot is not None and holds(slot, param):
                 continue
             fqn = join(unit.fqn, join(path, name))
             if slot is None:
@@ -171,3 +171,8 @@ def _refusal_of_whole(fqn: str) -> str:
         "(`with torch.no_grad(): param.copy_(distribute_tensor(values, param.device_mesh, param.placements))`), or "
         "load a state dict."
     )
+
+
+def holds(slot: ParamSlot, param: Any) -> bool:
+    """Whether ``param`` is the parameter of ``slot``, or what a module has in its place, whole or sharded."""
+    return any(param is own for own in (slot.leaf, slot.registered, slot.placeholder) if own is not None)

@@ -26,7 +26,6 @@ from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.groups import on_host, part_of
 from fairshard.utils.streams import is_asynchronous
 from fairshard.utils.untraced import untraced
-from fairshard.views.copied_out import copy_beside_gathers
 
 
 @untraced
@@ -99,7 +98,8 @@ def claim(module: nn.Module) -> Root:
                 unit.keep_parts(among)
         if is_asynchronous(device):
             memory = [flat_param.gathered for unit in units for flat_param in unit.flat_params]
-            copy_beside_gathers(memory, device, root.shared.unshard_stream)
+            for copy_beside_gathers in {each.copy_beside_gathers for each in memory}:
+                copy_beside_gathers(memory, device, root.shared.unshard_stream)
     _move_passes(before, root)
     return root
 

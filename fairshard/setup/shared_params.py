@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
 from fairshard.params.slot import ParamSlot, slot_of
+from fairshard.setup.added_parameters import holds
 from fairshard.utils.names import join
 
 
@@ -65,9 +66,9 @@ class SharedParams:
         Raises:
             ValueError: it is not a parameter of another unit, or no module of this unit uses it.
         """
-        if any(slot.holds(param) for slot in self._appended):
+        if any(holds(slot, param) for slot in self._appended):
             return
-        uses = [use for use in self._found if use.slot.holds(param) and use.is_due]
+        uses = [use for use in self._found if holds(use.slot, param) and use.is_due]
         if not uses:
             raise ValueError(
                 "`append_shared_param` must be called with a parameter that another unit has sharded and that a module "

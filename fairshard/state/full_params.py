@@ -217,7 +217,7 @@ def _registered(flat_param: FlatParam, params: Sequence[nn.Parameter]) -> Iterat
 
 
 def _unregister(shows: ShownShard) -> Callable[[], None]:
-    """Undo `ShownShard.register_on`, if it was called; the returned function registers again."""
+    """Register the shard nowhere, if it is; the returned function registers it again."""
     if shows.place is None:
         return lambda: None
     holder, key = shows.place

@@ -123,6 +123,14 @@ class CopiedOut(Gathered):
         self._together.append(self)
         free_storage_(self.kept_line)
 
+    @staticmethod
+    def copy_beside_gathers(memory: Sequence[Gathered], device: torch.device, gathers: Stream) -> None:
+        """See `Gathered.copy_beside_gathers`."""
+        copies = CopyOuts(device, gathers)
+        for each in memory:
+            if isinstance(each, CopiedOut):
+                each.copies = copies
+
     def start(self, own: Tensor | None, tag: int) -> None:
         """Start gathering into the buffer. **Collective.**"""
         copies = self.copies
@@ -165,14 +173,6 @@ class CopiedOut(Gathered):
             torch._foreach_copy_(self._targets, self._sources)
         if self.buffer.is_cpu and self is self._together[-1]:
             self._storage.resize_(0)
-
-
-def copy_beside_gathers(memory: Sequence[Gathered], device: torch.device, gathers: Stream) -> None:
-    """Copy parameters out of the buffers of ``memory``, all of one model, while others are gathered on ``gathers``."""
-    copies = CopyOuts(device, gathers)
-    for each in memory:
-        if isinstance(each, CopiedOut):
-            each.copies = copies
 
 
 class AlignedLine(FlatLine):

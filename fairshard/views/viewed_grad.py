@@ -54,7 +54,7 @@ class ViewedGrad(ShardGrad):
             self._faces = [SimpleNamespace(grad=run) for run in held]
         for index, (run, show) in enumerate(zip(self._runs, self._shows, strict=True)):
             grad = views[index].grad
-            if grad is not None and is_same_memory(self.own_of(index, grad), run):
+            if grad is not None and run.numel() and is_same_memory(self.own_of(index, grad), run):
                 views[index].grad = show
 
     def shows_of(self, whole: Tensor) -> Sequence[Tensor]:

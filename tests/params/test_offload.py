@@ -334,6 +334,23 @@ def test_gradients_survive_when_an_outer_model_takes_a_unit_over(placement):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("placement", SETTINGS)
+def test_pending_gradients_survive_when_an_outer_model_takes_a_unit_over(placement, use_orig_params):
+    """Those that a unit has kept under `no_sync` are added to those of the model around it, on every rank."""
+    grads = []
+    for settings in ({}, {"use_orig_params": use_orig_params, **SETTINGS[placement]}):
+        model = wrap_each(mlp(4, 9, 5), bucket_cap_mb=0, **settings)
+        model[2](torch.ones(3, 9)).square().sum().backward()
+        with model[2].no_sync():
+            model[2](torch.ones(3, 9)).square().sum().backward()
+        backward(model, 0)
+        (flat_param,) = model[2]._unit.flat_params
+        grads.append(flat_param.grad.value)
+    assert torch.equal(*grads)
+
+
+@on_ranks(2)
 @PLACEMENTS
 @pytest.mark.parametrize("by", ["copy", "pickle"])
 def test_a_copy_of_an_offloaded_model_trains_on_its_own(placement, by):

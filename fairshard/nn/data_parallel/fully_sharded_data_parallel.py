@@ -252,7 +252,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, Pref
             mark_managed(managed)
         if flatten_parameters and not use_orig_params:
             for flat_param in flat_params:
-                flat_param.shows.register_on(self, flat_param.name)
+                flat_param.shows.place = self, flat_param.name
+                self.register_parameter(flat_param.name, flat_param.shard)
         watch_optimizers(flat_params, config)
         watch_scaling()
         refuse_inner_states(self, unit)
