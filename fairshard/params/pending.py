@@ -60,9 +60,10 @@ class PendingGrads:
 
     def _cover(self, face: int) -> None:
         if face not in self.covers:
-            placeholder = self.faces.new(face, -0.0, shares_memory=True)
-            self.covers[face] = _Cover(placeholder, placeholder._version, self.faces.shown[face])
-            self.faces.show(face, placeholder)
+            earlier = self.faces.shown[face]
+            self.faces.show(face, self.faces.new(face, -0.0, shares_memory=True))
+            placeholder = self.faces.shown[face]  # another object, if torch < 2.13 shows a gradient of another dtype
+            self.covers[face] = _Cover(placeholder, placeholder._version, earlier)
 
     # ---- sums
 
