@@ -144,9 +144,9 @@ class Engine:
                 record = running.open[-1] = running.record.enter(unit, segment)
                 if not is_grad_enabled and is_recorded_later():
                     record.sight = Sight.LATER
+        ahead, predicted = unit.ahead_in_forward, unit.root.order.enter(unit)
         unit.root.told.call_enters(unit)
         unit.on(Event.ENTER)
-        ahead, predicted = unit.ahead_in_forward, unit.root.order.enter(unit)
         if predicted is not None and unit.predicts_forward and not ahead:
             ahead = (predicted,)
         for other in ahead:
