@@ -378,9 +378,9 @@ class FlatParam:
         if self.route.hook is not None:
             self.route.hook(reduced)
         self.grad.add(reduced, self.reached)
-        for param in self.shows.registered if any(map(_HOOKS, self.shows.registered)) else ():
+        for param in filter(_HOOKS, self.shows.registered):
             self.grad.land()
-            for hook in tuple((_HOOKS(param) or {}).values()) if param.grad is not None else ():
+            for hook in tuple(_HOOKS(param).values()) if param.grad is not None else ():
                 hook(param)
         listener = self.grad.transfers.listener
         if listener is not None:
