@@ -12,12 +12,12 @@ from fairshard.engine.observer import Observer
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
 from fairshard.errors import ShardChangedError
+from fairshard.params.extended_slot import ExtendedSlot
 from fairshard.params.slot import ParamSlot
 from fairshard.utils.user_line import level_of_user
 
 # Of slots; `map` with them takes less host time than a loop.
-_VERSION, _LEAF, _SHOWN = attrgetter("leaf._version"), attrgetter("leaf"), attrgetter("shown")
-_SHOWS_OTHER = attrgetter("shows_other")
+_VERSION, _LEAF = attrgetter("leaf._version"), attrgetter("leaf")
 
 
 class LeafWrites(Observer):
@@ -68,17 +68,18 @@ class LeafWrites(Observer):
         slots, noted = self._slots[unit], self._noted.get(unit)
         if not unit.registered.are_leaves or noted is None:
             return None
-        if list(map(_VERSION, slots)) == noted and not self._shows_other(unit):
-            return None
-        pairs = zip(slots, noted, strict=True)
-        return next((slot.fqn for slot, version in pairs if slot.leaf._version != version or slot.shows_other), None)
-
-    def _shows_other(self, unit: Unit) -> bool:
-        slots = self._slots[unit]
-        if unit not in self._plain:
-            return True in map(_SHOWS_OTHER, slots)
-        shown = map(Tensor.data_ptr, map(_SHOWN, slots))
-        return list(shown) != list(map(Tensor.data_ptr, map(_LEAF, slots)))
+        views = [view for flat_param in unit.flat_params for view in flat_param.gathered.views]
+        if list(map(_VERSION, slots)) == noted:
+            if unit in self._plain:
+                leaves = list(map(Tensor.data_ptr, map(_LEAF, slots)))
+            else:
+                leaves = [_address(slot, view) for slot, view in zip(slots, views, strict=True)]
+            if leaves == list(map(Tensor.data_ptr, views)):
+                return None
+        for slot, view, version in zip(slots, views, noted, strict=True):
+            if slot.leaf._version != version or _address(slot, view) != view.data_ptr():
+                return slot.fqn
+        return None
 
     def warn(self, unit: Unit) -> None:
         """Warn of writes to parameters that the user has gathered and that the shards do not hold, then forget them."""
@@ -91,6 +92,11 @@ class LeafWrites(Observer):
                 stacklevel=level_of_user(),
             )
         self.note(unit)
+
+
+def _address(slot: ParamSlot, view: Tensor) -> int:
+    """Where the leaf of ``slot`` lies; not known of a tensor subclass, which has its own memory: that of ``view``."""
+    return (view if isinstance(slot, ExtendedSlot) else slot.values).data_ptr()
 
 
 def show(unit: Unit) -> None:

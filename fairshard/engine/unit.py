@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from operator import attrgetter
 from typing import Any
 
@@ -34,7 +33,7 @@ class Unit:
         root: the `Root` of its model; None before the first forward.
         comm: the ranks that the parameters are cut among; ``replicas``: those that hold the same piece, or None; like
             ``parts``, ``registered`` and ``buffers`` set together with ``root``.
-        parts: of each flat param, what stays gathered among a few ranks; empty if not configured.
+        parts: `FlatParam.part` of each flat param; empty if not configured.
         registered: what the modules have registered.
         buffers: the modules' buffers in ``buffer_dtype``, if that is set.
         memory: what this rank holds; `on` gathers and frees, `wait_unshard` makes it whole.
@@ -112,10 +111,6 @@ class Unit:
         if self.rule.buffer_dtype is not None:
             self.buffers = ComputeBuffers(self.origin.without_ignored(modules), self.rule.buffer_dtype)
         self.settle()
-
-    def keep_parts(self, among: Communicator) -> None:
-        """Keep ``parts`` among these ranks from now on; the buffers to gather into must exist already."""
-        self.parts = [KeptPart(flat_param.gathered.kept_line, among) for flat_param in self.flat_params]
 
     # ---- what it is
 
@@ -221,9 +216,8 @@ class Unit:
         self.memory = State.GATHERING
 
     def _start_gathers(self, in_backward: bool) -> None:
-        kept = [part for part in self.parts if part.kept is not None] if in_backward else ()  # all, or none
-        for flat_param, part in zip_longest(self.flat_params, kept):
-            flat_param.unshard(part)
+        for flat_param in self.flat_params:
+            flat_param.unshard(in_backward)
 
     def wait_unshard(self) -> None:
         """Wait until the parameters are whole, if they are on their way."""

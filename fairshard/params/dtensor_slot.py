@@ -48,6 +48,7 @@ class DTensorSlot(ParamSlot):
         self.kept = KeptSpec(leaf._spec)
         self.shape, self.numel = leaf._local_tensor.shape, leaf._local_tensor.numel()
         self.dp_dims: frozenset[int] = frozenset()
+        self._shown: Tensor | None = None  # what the leaf has the metadata of
 
     @property
     def spec(self) -> DTensorSpec:
@@ -75,8 +76,8 @@ class DTensorSlot(ParamSlot):
     def show(self, view: Tensor) -> None:
         """Make the leaf a DTensor around ``view``, with the dtype of ``view``."""
         leaf: Any = self.leaf
-        if view is not self.shown:
-            self.shown = view
+        if view is not self._shown:
+            self._shown = view
             self._describe(view)
         leaf._local_tensor = view
 
@@ -111,12 +112,7 @@ class DTensorSlot(ParamSlot):
         leaf = nn.Parameter(DTensor(local, self.spec_in(local.dtype), requires_grad=False), self.leaf.requires_grad)
         leaf.__dict__.update(self.leaf.__dict__)
         self.compute_with(leaf)
-
-    @property
-    def shows_other(self) -> bool:
-        """Whether the user has replaced the leaf's local tensor since `show`."""
-        local: Tensor = self.leaf._local_tensor  # type: ignore[attr-defined]
-        return self.shown is not None and self.shown.data_ptr() != local.data_ptr()
+        self._shown = None
 
     @torch.no_grad()
     def local_grad(self, grad: Tensor) -> Tensor:
@@ -144,8 +140,8 @@ class DTensorSlot(ParamSlot):
     def __getstate__(self) -> dict[str, Any]:
         if not self.is_gathered:  # with an offset, torch's deepcopy would look for memory of the leaf's own
             self._describe(self.leaf._local_tensor)  # type: ignore[attr-defined]
-            self.shown = None
-        return super().__getstate__()
+            self._shown = None
+        return {**self.__dict__, "_shown": None}
 
 
 def new_slot(param: nn.Parameter, fqn: str) -> ParamSlot:

@@ -46,10 +46,5 @@ class ExtendedSlot(ParamSlot):
     def clear(self) -> None:
         """Do nothing: the leaf's own memory is freed."""
 
-    @property
-    def shows_other(self) -> bool:
-        """Not known for a tensor subclass: always False."""
-        return False
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "leaf": self._empty_leaf(self.leaf.device), "original": None}
+        return {**self.__dict__, "leaf": self._empty_leaf(self.leaf.device), "original": None}

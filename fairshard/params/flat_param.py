@@ -53,6 +53,7 @@ class FlatParam:
         reached: for each parameter 1 if the running backward gives it a gradient on any rank, or one is pending.
         contributed: parameters of which this rank has sent gradients in this backward.
         keeps_sums: sums wait for those over replicas.
+        part: what a few ranks keep of the line between forward and backward; None: not configured.
     """
 
     # Set by `materialize`, and by users and backwards afterwards; copies begin with these.
@@ -60,6 +61,7 @@ class FlatParam:
     comms: Any = None
     grad: Any = None
     device_shard: Tensor | None = None
+    part: KeptPart | None = None
     nodes: Sequence[Any] = ()
     reached = b""
     _is_updated = True
@@ -237,17 +239,17 @@ class FlatParam:
         self.follow_requires_grad()
         self.grad.forget_dropped()
 
-    def unshard(self, part: KeptPart | None = None) -> None:
-        """Start gathering the line, even if it is gathered; from its kept ``part`` if given. **Collective.**"""
+    def unshard(self, in_backward: bool) -> None:
+        """Start gathering the line, even if it is gathered; a backward starts from what is kept. **Collective.**"""
         if self.computes_on_shard:
             if self.gathered.buffer.data_ptr() != self.shard.data_ptr():  # the user assigned `shard.data`
                 self.gather_into(self.line.in_place(self.shard.data.view(1, -1), self.comm))
         elif self.line.numel:
             tag = exchange_tag("all_gather", self.tag_id, next(self.uses))
-            if part is None:
-                self.gathered.start(self._newest(), tag)
+            if in_backward and self.part is not None and self.part.kept is not None:
+                self.gathered.start_from(self.part, tag)
             else:
-                self.gathered.start_from(part, tag)
+                self.gathered.start(self._newest(), tag)
 
     def _newest(self) -> Tensor:
         """The current values of the shard, in its copy on the compute device if that exists."""
@@ -378,9 +380,9 @@ class FlatParam:
         if self.route.hook is not None:
             self.route.hook(reduced)
         self.grad.add(reduced, self.reached)
-        for param in self.shows.registered if any(map(_HOOKS, self.shows.registered)) else ():
+        for param in filter(_HOOKS, self.shows.registered):
             self.grad.land()
-            for hook in tuple((_HOOKS(param) or {}).values()) if param.grad is not None else ():
+            for hook in tuple(_HOOKS(param).values()) if param.grad is not None else ():
                 hook(param)
         listener = self.grad.transfers.listener
         if listener is not None:

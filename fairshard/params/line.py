@@ -100,18 +100,14 @@ class FlatLine:
         for runs, shape in zip(views, self.shapes, strict=True):
             if len(runs) == 1 and runs[0].is_contiguous():
                 runs[:] = [runs[0].view(shape)]
-        # For `cut_as`: the lengths of the runs of each parameter, and the shapes of those that have several rows.
-        self._lengths = [[run.numel() for run in runs] for runs in views]
-        self._wide = [{i: run.shape for i, run in enumerate(runs) if run.dim() > 1} for runs in views]
         return [*views, [block.of(columns) for block in self.layout.empty_blocks]]
 
     def cut_as(self, runs: list[Tensor], index: int, value: Tensor) -> Sequence[Tensor]:
         """``value``, the whole parameter ``index``, cut like ``runs``, its `bucket_views`."""
         if len(runs) == 1:
             return [value.reshape_as(runs[0])]  # faster than with a torch.Size
-        parts = torch.split_with_sizes(value.reshape(-1), self._lengths[index])
-        wide = self._wide[index]
-        return [part.view(wide.get(i, part.shape)) for i, part in enumerate(parts)] if wide else parts
+        parts = torch.split_with_sizes(value.reshape(-1), [run.numel() for run in runs])
+        return [part if run.dim() == 1 else part.view(run.shape) for part, run in zip(parts, runs, strict=True)]
 
 
 def _runs(block: Block, columns: Tensor) -> Sequence[Tensor]:

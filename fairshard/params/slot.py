@@ -41,7 +41,6 @@ class ParamSlot:
         self.shape = leaf.shape
         self.numel = leaf.numel()
         self.owners: list[tuple[nn.Module, str]] = []  # several for tied weights: modules, and the name in each
-        self.shown: Tensor | None = None  # what the leaf showed last
 
     @property
     def values(self) -> Tensor:
@@ -90,24 +89,16 @@ class ParamSlot:
 
     def show(self, view: Tensor) -> None:
         """Make the leaf show ``view``, with the dtype and device of ``view``."""
-        self.leaf.data = self.shown = view
-
-    @property
-    def shows_other(self) -> bool:
-        """Whether the user has assigned to the leaf's ``.data`` since `show`."""
-        return self.shown is not None and self.shown.data_ptr() != self.leaf.data_ptr()
+        self.leaf.data = view
 
     def compute_with(self, leaf: nn.Parameter) -> None:
         """Use ``leaf`` as the leaf from now on."""
-        self.leaf, self.shown = leaf, None
+        self.leaf = leaf
         _slots[leaf] = weakref.ref(self)
 
     def clear(self) -> None:
         """Empty the leaf, which keeps its dtype and device."""
         self.leaf.data = torch.empty(0, dtype=self.leaf.dtype, device=self.leaf.device)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "shown": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -18,6 +18,7 @@ from fairshard.engine.shared import Shared
 from fairshard.engine.tree import modules_of, unit_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, RanksDisagreeError
+from fairshard.params.gathered import KeptPart
 from fairshard.setup.late_changes import adopt_all_changes, connect
 from fairshard.setup.loads import forget_loads
 from fairshard.setup.naming import place
@@ -95,7 +96,9 @@ def claim(module: nn.Module) -> Root:
                 join_gathers(unit.flat_params)
             among = part_of(comms[unit].shard, unit.config.reshard_after_forward, unit.fqn)
             if among is not None:
-                unit.keep_parts(among)
+                unit.parts = [KeptPart(each.gathered.kept_line, among) for each in unit.flat_params]
+                for flat_param, kept in zip(unit.flat_params, unit.parts, strict=True):
+                    flat_param.part = kept
         if is_asynchronous(device):
             memory = [flat_param.gathered for unit in units for flat_param in unit.flat_params]
             for copy_beside_gathers in {each.copy_beside_gathers for each in memory}:
