@@ -161,7 +161,7 @@ class Backward:
             elif kind is _SEND:
                 if not is_serving:
                     unit.root.told.grads_sent(unit)
-                self._send(unit, cursor in plan.schedule.yields)
+                self._send(unit, number in plan.schedule.yields)
             elif kind is _FREE:
                 self.used.discard(unit)
                 unit.finish_pass()

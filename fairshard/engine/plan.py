@@ -266,7 +266,7 @@ class Plan:
         reached = {call.unit.root for call, is_reached in zip(self.calls, agreed.calls, strict=True) if is_reached}
         self.reached = [root for root in self.roots if root in reached]
         self.schedule = self._make_schedule(resident)
-        self.listed = {self.units[number] for number in self.schedule.units}
+        self.listed = {self.units[step.unit] for step in self.schedule.steps}
         self.stops = self._own_marks()
         for root in self.roots:
             root.shared.bucketer.plan(self._bucketed(root))
@@ -276,7 +276,9 @@ class Plan:
     def _make_schedule(self, resident: bytes) -> Schedule:
         """Build the schedule, or reuse that of the last backward if nothing has changed."""
         owed, known, reached = self._note_owed(self.agreed.leaves), self.own.known, self.agreed.calls
-        inputs = reached, resident or bytes(map(holds_for_all, self.units)), owed, list(map(self._rule, self.units))
+        held = resident or bytes(map(holds_for_all, self.units))
+        held = bytes(here or not unit.unshard_in_backward for here, unit in zip(held, self.units, strict=True))
+        inputs = reached, held, owed, list(map(self._rule, self.units))
         if known.inputs != inputs:
             known.schedule, known.inputs = build(known.events, known.places, *inputs), inputs
         return known.schedule
@@ -298,8 +300,7 @@ class Plan:
         number, prefetch = self.own.number, unit.rule.backward_prefetch
         named = tuple(number[other] for other in unit.ahead_in_backward if other in number)
         return UnitRule(
-            unit.unshard_in_backward,
-            unit.keeps.reshard_after_backward,
+            unit.keeps.reshard_after_backward and unit.unshard_in_backward,
             unit.rule.keeps_across_passes or unit.keeps.reshard_after_forward,
             prefetch is BackwardPrefetch.BACKWARD_POST,
             named if named or prefetch is None else None,
