@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 from fairshard.engine.exchange import ASSUMED
 from fairshard.engine.plan import Plan
@@ -38,9 +37,9 @@ class Backward:
     """One backward by a ``plan``, in the outermost graph task that reaches any of its models.
 
     Attributes:
+        plan: what the ranks have agreed on.
         roots: its models; ``units``: theirs.
         passes: those that a later backward may reach, too.
-        reached: the models that the backward of any rank reaches, beginning with that in which it began on this one.
         used: units that this rank has computed with, since their last free.
         outer: the backward inside of which this one began, if any.
         task: returns None once the graph task has ended; after an exception the task ends without calling ``on_end``.
@@ -49,12 +48,9 @@ class Backward:
     _cursor, _passed = 0, -1  # position of the next step, and of the last mark that this rank has passed
     _is_broken = False  # an error is raised in the middle of a step
 
-    def __init__(
-        self, first: Any, plan: Plan, outer: Backward | None = None, on_end: Callable[[], None] | None = None
-    ) -> None:
-        self._plan, self.outer = plan, outer
-        self.roots, self.units, self.passes = plan.roots, plan.units, plan.alive
-        self.reached = list(dict.fromkeys([first, *plan.reached]))
+    def __init__(self, plan: Plan, outer: Backward | None = None, on_end: Callable[[], None] | None = None) -> None:
+        self.plan, self.outer = plan, outer
+        self.roots, self.units, self.passes = plan.roots, plan.units, plan.alive()
         self._run_again: dict[int, int] = {}  # number of calls that a checkpoint has run again, by segment
         self.used: set[Unit] = set()
         self._sent: set[Unit] = set()
@@ -63,15 +59,15 @@ class Backward:
     @property
     def sends(self) -> bool:
         """Whether any gradient is sent or kept."""
-        return 1 in self._plan.agreed.leaves
+        return bool(self.plan.schedule.sends)
 
     def lists(self, unit: Unit) -> bool:
         """Whether ``unit`` is in the schedule, or was reached outside of it."""
-        return unit in self._plan.listed or unit in self.used
+        return unit in self.plan.listed or unit in self.used
 
     def covers(self, call: CallRecord[Unit]) -> bool:
         """Whether it was planned with ``call``."""
-        calls = self._plan.calls
+        calls = self.plan.calls
         return 0 <= call.index < len(calls) and calls[call.index] is call
 
     # ---- events
@@ -79,11 +75,11 @@ class Backward:
     def reach(self, call: CallRecord[Unit]) -> None:
         """Autograd has reached an output of ``call``."""
         unit = call.unit
-        position = self._plan.schedule.at.get(call.index, -1) if self.covers(call) else -1
+        position = self.plan.schedule.at.get(call.index, -1) if self.covers(call) else -1
         if position > self._passed:
-            segment = self._plan.own.known.places[call.index].segment
-            if segment in self._plan.own.segments and not self._run_again.get(segment):
-                position = self._plan.schedule.recompute[segment]  # AT follows when it has run again
+            segment = self.plan.known.places[call.index].segment
+            if segment in self.plan.segments and not self._run_again.get(segment):
+                position = self.plan.schedule.recompute[segment]  # AT follows when it has run again
             self._walk(position)
         elif unit not in self.used and unit in self._sent and unit.unshard_in_backward:
             raise late_error(unit.fqn)
@@ -110,13 +106,13 @@ class Backward:
 
     def recompute(self, unit: Unit) -> None:
         """A checkpoint runs a call of ``unit`` again."""
-        schedule = self._plan.schedule
+        schedule = self.plan.schedule
         for segment, position in schedule.recompute.items():
             calls = schedule.segments[segment]
-            if segment not in self._plan.own.segments or schedule.done[calls[0]] <= self._passed:
+            if segment not in self.plan.segments or schedule.done[calls[0]] <= self._passed:
                 continue
             for place in range(self._run_again.get(segment, 0), len(calls)):
-                if self._plan.calls[calls[place]].unit is unit:
+                if self.plan.calls[calls[place]].unit is unit:
                     self._run_again[segment] = place + 1
                     if position > self._passed:
                         self._walk(position)
@@ -145,7 +141,7 @@ class Backward:
         ``is_serving``: after an exception; this rank computes with no unit, and observers are not told.
         """
         self._passed = max(self._passed, position)
-        plan, passed = self._plan, self._passed
+        plan, passed = self.plan, self._passed
         steps = plan.schedule.steps
         is_broken, self._is_broken = self._is_broken, True
         end = len(steps)
@@ -165,13 +161,13 @@ class Backward:
             elif kind is _FREE:
                 self.used.discard(unit)
                 unit.finish_pass()
-            elif kind is _AT and plan.own.answers.calls[call] and not is_serving:
+            elif kind is _AT and plan.own[call] and not is_serving:
                 self._arrive(plan.calls[call])
         self._is_broken = is_broken
 
     def _gather(self, unit: Unit) -> None:
         unit.on(Event.NEEDED)
-        if unit in self._plan.own.unseen:
+        if unit in self.plan.unseen:
             unit.wait_unshard()  # nothing will show when autograd gets there
         if unit.root.shared.bucketer.due:
             unit.root.shared.bucketer.send_due()
@@ -188,15 +184,15 @@ class Backward:
 
         May raise what a user's hook on gradients raises.
         """
-        self._walk(len(self._plan.schedule.steps))
-        for unit, flat_param, _ in self._plan.own.leaves:
+        self._walk(len(self.plan.schedule.steps))
+        for unit, flat_param, _ in self.plan.leaves:
             if not flat_param.line.numel:
                 flat_param.drop_grads()
             elif 1 not in flat_param.reached and flat_param.has_leaf_grads:
                 raise unexpected_error(flat_param.name)
             elif unit.sync and flat_param.has_leaf_grads:
                 raise late_error(unit.fqn)
-        leaves = self._plan.agree_on_leaves() if self._plan.agreed.flags & ASSUMED else None
+        leaves = self.plan.agree_on_leaves() if self.plan.flags & ASSUMED else None
         for root in self.roots:
             if any(map(self.lists, root.units)):
                 for unit in root.units:
@@ -207,7 +203,7 @@ class Backward:
 
     def _retract(self, leaves: bytearray) -> None:
         """Remove the zero gradients of parameters that no rank has reached after all, those not in ``leaves``."""
-        for unit, flat_param, part in self._plan.own.leaves:
+        for unit, flat_param, part in self.plan.leaves:
             if 1 in flat_param.reached and unit.sync:
                 flat_param.grad.retract(leaves[part])
 
@@ -228,7 +224,7 @@ class Backward:
         for bucketer in bucketers:
             bucketer.drops = True
         try:
-            self._walk(len(self._plan.schedule.steps), is_serving=True)
+            self._walk(len(self.plan.schedule.steps), is_serving=True)
         finally:
             for bucketer in bucketers:
                 bucketer.drain()
