@@ -45,13 +45,18 @@ class Backward:
         task: returns None once the graph task has ended; after an exception the task ends without calling ``on_end``.
     """
 
-    _cursor, _passed = 0, -1  # position of the next step, and of the last mark that this rank has passed
-    _is_broken = False  # an error is raised in the middle of a step
+    _cursor: int | None = 0  # position of the next step; None while one is executed, and if it has raised
+    _passed = -1  # position of the last mark that this rank has passed
 
     def __init__(self, plan: Plan, outer: Backward | None = None, on_end: Callable[[], None] | None = None) -> None:
         self.plan, self.outer = plan, outer
         self.roots, self.units, self.passes = plan.roots, plan.units, plan.alive()
-        self._run_again: dict[int, int] = {}  # number of calls that a checkpoint has run again, by segment
+        schedule = plan.schedule
+        self._to_run = {  # by checkpoint, in the order of the backward: units that it has still to run again
+            segment: [plan.calls[call].unit for call in schedule.segments[segment]]
+            for segment in schedule.recompute
+            if segment in plan.segments
+        }
         self.used: set[Unit] = set()
         self._sent: set[Unit] = set()
         self.task: Callable[[], object] = _no_task if on_end is None else _hold(self.used, on_end)
@@ -74,12 +79,12 @@ class Backward:
 
     def reach(self, call: CallRecord[Unit]) -> None:
         """Autograd has reached an output of ``call``."""
-        unit = call.unit
-        position = self.plan.schedule.at.get(call.index, -1) if self.covers(call) else -1
+        unit, schedule = call.unit, self.plan.schedule
+        position = schedule.at.get(call.index, -1) if self.covers(call) else -1
         if position > self._passed:
             segment = self.plan.known.places[call.index].segment
-            if segment in self.plan.segments and not self._run_again.get(segment):
-                position = self.plan.schedule.recompute[segment]  # AT follows when it has run again
+            if segment in self._to_run and len(self._to_run[segment]) == len(schedule.segments[segment]):
+                position = schedule.recompute[segment]  # AT follows when it has run again
             self._walk(position)
         elif unit not in self.used and unit in self._sent and unit.unshard_in_backward:
             raise late_error(unit.fqn)
@@ -107,17 +112,11 @@ class Backward:
     def recompute(self, unit: Unit) -> None:
         """A checkpoint runs a call of ``unit`` again."""
         schedule = self.plan.schedule
-        for segment, position in schedule.recompute.items():
-            calls = schedule.segments[segment]
-            if segment not in self.plan.segments or schedule.done[calls[0]] <= self._passed:
-                continue
-            for place in range(self._run_again.get(segment, 0), len(calls)):
-                if self.plan.calls[calls[place]].unit is unit:
-                    self._run_again[segment] = place + 1
-                    if position > self._passed:
-                        self._walk(position)
-                    self._use(unit)
-                    return
+        for segment, units in self._to_run.items():
+            if unit in units and schedule.done[schedule.segments[segment][0]] > self._passed:
+                del units[: units.index(unit) + 1]
+                self._walk(schedule.recompute[segment])
+                break
         self._use(unit)
 
     def _use(self, unit: Unit) -> None:
@@ -135,35 +134,25 @@ class Backward:
 
     # ---- the walk
 
-    def _walk(self, position: int, is_serving: bool = False) -> None:
-        """Execute all steps up to the mark at ``position``, then those after it up to this rank's next mark.
-
-        ``is_serving``: after an exception; this rank computes with no unit, and observers are not told.
-        """
+    def _walk(self, position: int) -> None:
+        """Execute all steps up to the mark at ``position``, then those after it up to this rank's next mark."""
         self._passed = max(self._passed, position)
-        plan, passed = self.plan, self._passed
+        plan, passed, cursor = self.plan, self._passed, self._cursor
         steps = plan.schedule.steps
-        is_broken, self._is_broken = self._is_broken, True
-        end = len(steps)
-        while self._cursor < end:
-            cursor = self._cursor
+        while cursor is not None and cursor < len(steps) and (cursor <= passed or cursor not in plan.stops):
+            self._cursor = None
             kind, number, call = steps[cursor]
-            if cursor > passed and cursor in plan.stops:
-                break
-            self._cursor = cursor + 1
             unit = self.units[number]
             if kind is _GATHER:
                 self._gather(unit)
             elif kind is _SEND:
-                if not is_serving:
-                    unit.root.told.grads_sent(unit)
                 self._send(unit, number in plan.schedule.yields)
             elif kind is _FREE:
                 self.used.discard(unit)
                 unit.finish_pass()
-            elif kind is _AT and plan.own[call] and not is_serving:
+            elif kind is _AT and cursor in plan.stops:
                 self._arrive(plan.calls[call])
-        self._is_broken = is_broken
+            self._cursor = cursor = cursor + 1
 
     def _gather(self, unit: Unit) -> None:
         unit.on(Event.NEEDED)
@@ -173,9 +162,12 @@ class Backward:
             unit.root.shared.bucketer.send_due()
 
     def _send(self, unit: Unit, yields: bool) -> None:
+        bucketer = unit.root.shared.bucketer
+        if not bucketer.drops:
+            unit.root.told.grads_sent(unit)
         self._sent.add(unit)
         unit.state = TrainingState.BACKWARD_POST
-        unit.send_grads(unit.root.shared.bucketer, yields)
+        unit.send_grads(bucketer, yields)
 
     # ---- the end
 
@@ -192,43 +184,39 @@ class Backward:
                 raise unexpected_error(flat_param.name)
             elif unit.sync and flat_param.has_leaf_grads:
                 raise late_error(unit.fqn)
-        leaves = self.plan.agree_on_leaves() if self.plan.flags & ASSUMED else None
+        found = self.plan.agree_on_leaves() if self.plan.flags & ASSUMED else None
         for root in self.roots:
             if any(map(self.lists, root.units)):
                 for unit in root.units:
                     unit.end_backward(awaited=not root.is_last_backward and not self.lists(unit))
             root.finish_grads()
-        if leaves is not None:
-            self._retract(leaves)
-
-    def _retract(self, leaves: bytearray) -> None:
-        """Remove the zero gradients of parameters that no rank has reached after all, those not in ``leaves``."""
-        for unit, flat_param, part in self.plan.leaves:
-            if 1 in flat_param.reached and unit.sync:
-                flat_param.grad.retract(leaves[part])
+        if found is not None:
+            for unit, flat_param, part in self.plan.leaves:
+                if 1 in flat_param.reached and unit.sync:
+                    flat_param.grad.retract(found[part])  # zeros of parameters that no rank has reached after all
 
     def abandon(self) -> None:
         """After an exception: issue the remaining collectives, and drop their results. **Collective.**
 
         Ranks may have raised at different steps, or not at all: afterwards all have issued the same collectives.
         """
-        bucketers = [root.shared.bucketer for root in self.roots]
         for root in self.roots:
             root.shared.reduce_stream.record().wait()  # it may still add to the gradients that are read next
         for unit in self.units:
             unit.stop_computing()
             for flat_param in unit.flat_params:
                 flat_param.abandon_grads()
-        if self._is_broken:
+        if self._cursor is None:
             return
-        for bucketer in bucketers:
-            bucketer.drops = True
+        self.plan.stops.clear()  # this rank computes with no unit
+        for root in self.roots:
+            root.shared.bucketer.drops = True
         try:
-            self._walk(len(self.plan.schedule.steps), is_serving=True)
+            self._walk(len(self.plan.schedule.steps))
         finally:
-            for bucketer in bucketers:
-                bucketer.drain()
-                bucketer.drops = False
+            for root in self.roots:
+                root.shared.bucketer.drain()
+                root.shared.bucketer.drops = False
 
 
 def _hold(units: set[Unit], on_end: Callable[[], None]) -> Callable[[], object]:
