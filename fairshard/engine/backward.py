@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 from fairshard.engine.exchange import ASSUMED
 from fairshard.engine.plan import Plan
@@ -38,24 +37,26 @@ class Backward:
     """One backward by a ``plan``, in the outermost graph task that reaches any of its models.
 
     Attributes:
+        plan: what the ranks have agreed on.
         roots: its models; ``units``: theirs.
         passes: those that a later backward may reach, too.
-        reached: the models that the backward of any rank reaches, beginning with that in which it began on this one.
         used: units that this rank has computed with, since their last free.
         outer: the backward inside of which this one began, if any.
         task: returns None once the graph task has ended; after an exception the task ends without calling ``on_end``.
     """
 
-    _cursor, _passed = 0, -1  # position of the next step, and of the last mark that this rank has passed
-    _is_broken = False  # an error is raised in the middle of a step
+    _cursor: int | None = 0  # position of the next step; None while one is executed, and if it has raised
+    _passed = -1  # position of the last mark that this rank has passed
 
-    def __init__(
-        self, first: Any, plan: Plan, outer: Backward | None = None, on_end: Callable[[], None] | None = None
-    ) -> None:
-        self._plan, self.outer = plan, outer
-        self.roots, self.units, self.passes = plan.roots, plan.units, plan.alive
-        self.reached = list(dict.fromkeys([first, *plan.reached]))
-        self._run_again: dict[int, int] = {}  # number of calls that a checkpoint has run again, by segment
+    def __init__(self, plan: Plan, outer: Backward | None = None, on_end: Callable[[], None] | None = None) -> None:
+        self.plan, self.outer = plan, outer
+        self.roots, self.units, self.passes = plan.roots, plan.units, plan.alive()
+        schedule = plan.schedule
+        self._to_run = {  # by checkpoint, in the order of the backward: units that it has still to run again
+            segment: [plan.calls[call].unit for call in schedule.segments[segment]]
+            for segment in schedule.recompute
+            if segment in plan.segments
+        }
         self.used: set[Unit] = set()
         self._sent: set[Unit] = set()
         self.task: Callable[[], object] = _no_task if on_end is None else _hold(self.used, on_end)
@@ -63,27 +64,27 @@ class Backward:
     @property
     def sends(self) -> bool:
         """Whether any gradient is sent or kept."""
-        return 1 in self._plan.agreed.leaves
+        return bool(self.plan.schedule.sends)
 
     def lists(self, unit: Unit) -> bool:
         """Whether ``unit`` is in the schedule, or was reached outside of it."""
-        return unit in self._plan.listed or unit in self.used
+        return unit in self.plan.listed or unit in self.used
 
     def covers(self, call: CallRecord[Unit]) -> bool:
         """Whether it was planned with ``call``."""
-        calls = self._plan.calls
+        calls = self.plan.calls
         return 0 <= call.index < len(calls) and calls[call.index] is call
 
     # ---- events
 
     def reach(self, call: CallRecord[Unit]) -> None:
         """Autograd has reached an output of ``call``."""
-        unit = call.unit
-        position = self._plan.schedule.at.get(call.index, -1) if self.covers(call) else -1
+        unit, schedule = call.unit, self.plan.schedule
+        position = schedule.at.get(call.index, -1) if self.covers(call) else -1
         if position > self._passed:
-            segment = self._plan.own.known.places[call.index].segment
-            if segment in self._plan.own.segments and not self._run_again.get(segment):
-                position = self._plan.schedule.recompute[segment]  # AT follows when it has run again
+            segment = self.plan.known.places[call.index].segment
+            if segment in self._to_run and len(self._to_run[segment]) == len(schedule.segments[segment]):
+                position = schedule.recompute[segment]  # AT follows when it has run again
             self._walk(position)
         elif unit not in self.used and unit in self._sent and unit.unshard_in_backward:
             raise late_error(unit.fqn)
@@ -110,18 +111,12 @@ class Backward:
 
     def recompute(self, unit: Unit) -> None:
         """A checkpoint runs a call of ``unit`` again."""
-        schedule = self._plan.schedule
-        for segment, position in schedule.recompute.items():
-            calls = schedule.segments[segment]
-            if segment not in self._plan.own.segments or schedule.done[calls[0]] <= self._passed:
-                continue
-            for place in range(self._run_again.get(segment, 0), len(calls)):
-                if self._plan.calls[calls[place]].unit is unit:
-                    self._run_again[segment] = place + 1
-                    if position > self._passed:
-                        self._walk(position)
-                    self._use(unit)
-                    return
+        schedule = self.plan.schedule
+        for segment, units in self._to_run.items():
+            if unit in units and schedule.done[schedule.segments[segment][0]] > self._passed:
+                del units[: units.index(unit) + 1]
+                self._walk(schedule.recompute[segment])
+                break
         self._use(unit)
 
     def _use(self, unit: Unit) -> None:
@@ -139,47 +134,40 @@ class Backward:
 
     # ---- the walk
 
-    def _walk(self, position: int, is_serving: bool = False) -> None:
-        """Execute all steps up to the mark at ``position``, then those after it up to this rank's next mark.
-
-        ``is_serving``: after an exception; this rank computes with no unit, and observers are not told.
-        """
+    def _walk(self, position: int) -> None:
+        """Execute all steps up to the mark at ``position``, then those after it up to this rank's next mark."""
         self._passed = max(self._passed, position)
-        plan, passed = self._plan, self._passed
+        plan, passed, cursor = self.plan, self._passed, self._cursor
         steps = plan.schedule.steps
-        is_broken, self._is_broken = self._is_broken, True
-        end = len(steps)
-        while self._cursor < end:
-            cursor = self._cursor
+        while cursor is not None and cursor < len(steps) and (cursor <= passed or cursor not in plan.stops):
+            self._cursor = None
             kind, number, call = steps[cursor]
-            if cursor > passed and cursor in plan.stops:
-                break
-            self._cursor = cursor + 1
             unit = self.units[number]
             if kind is _GATHER:
                 self._gather(unit)
             elif kind is _SEND:
-                if not is_serving:
-                    unit.root.told.grads_sent(unit)
-                self._send(unit, cursor in plan.schedule.yields)
+                self._send(unit, number in plan.schedule.yields)
             elif kind is _FREE:
                 self.used.discard(unit)
                 unit.finish_pass()
-            elif kind is _AT and plan.own.answers.calls[call] and not is_serving:
+            elif kind is _AT and cursor in plan.stops:
                 self._arrive(plan.calls[call])
-        self._is_broken = is_broken
+            self._cursor = cursor = cursor + 1
 
     def _gather(self, unit: Unit) -> None:
         unit.on(Event.NEEDED)
-        if unit in self._plan.own.unseen:
+        if unit in self.plan.unseen:
             unit.wait_unshard()  # nothing will show when autograd gets there
         if unit.root.shared.bucketer.due:
             unit.root.shared.bucketer.send_due()
 
     def _send(self, unit: Unit, yields: bool) -> None:
+        bucketer = unit.root.shared.bucketer
+        if not bucketer.drops:
+            unit.root.told.grads_sent(unit)
         self._sent.add(unit)
         unit.state = TrainingState.BACKWARD_POST
-        unit.send_grads(unit.root.shared.bucketer, yields)
+        unit.send_grads(bucketer, yields)
 
     # ---- the end
 
@@ -188,51 +176,47 @@ class Backward:
 
         May raise what a user's hook on gradients raises.
         """
-        self._walk(len(self._plan.schedule.steps))
-        for unit, flat_param, _ in self._plan.own.leaves:
+        self._walk(len(self.plan.schedule.steps))
+        for unit, flat_param, _ in self.plan.leaves:
             if not flat_param.line.numel:
                 flat_param.drop_grads()
             elif 1 not in flat_param.reached and flat_param.has_leaf_grads:
                 raise unexpected_error(flat_param.name)
             elif unit.sync and flat_param.has_leaf_grads:
                 raise late_error(unit.fqn)
-        leaves = self._plan.agree_on_leaves() if self._plan.agreed.flags & ASSUMED else None
+        found = self.plan.agree_on_leaves() if self.plan.flags & ASSUMED else None
         for root in self.roots:
             if any(map(self.lists, root.units)):
                 for unit in root.units:
                     unit.end_backward(awaited=not root.is_last_backward and not self.lists(unit))
             root.finish_grads()
-        if leaves is not None:
-            self._retract(leaves)
-
-    def _retract(self, leaves: bytearray) -> None:
-        """Remove the zero gradients of parameters that no rank has reached after all, those not in ``leaves``."""
-        for unit, flat_param, part in self._plan.own.leaves:
-            if 1 in flat_param.reached and unit.sync:
-                flat_param.grad.retract(leaves[part])
+        if found is not None:
+            for unit, flat_param, part in self.plan.leaves:
+                if 1 in flat_param.reached and unit.sync:
+                    flat_param.grad.retract(found[part])  # zeros of parameters that no rank has reached after all
 
     def abandon(self) -> None:
         """After an exception: issue the remaining collectives, and drop their results. **Collective.**
 
         Ranks may have raised at different steps, or not at all: afterwards all have issued the same collectives.
         """
-        bucketers = [root.shared.bucketer for root in self.roots]
         for root in self.roots:
             root.shared.reduce_stream.record().wait()  # it may still add to the gradients that are read next
         for unit in self.units:
             unit.stop_computing()
             for flat_param in unit.flat_params:
                 flat_param.abandon_grads()
-        if self._is_broken:
+        if self._cursor is None:
             return
-        for bucketer in bucketers:
-            bucketer.drops = True
+        self.plan.stops.clear()  # this rank computes with no unit
+        for root in self.roots:
+            root.shared.bucketer.drops = True
         try:
-            self._walk(len(self._plan.schedule.steps), is_serving=True)
+            self._walk(len(self.plan.schedule.steps))
         finally:
-            for bucketer in bucketers:
-                bucketer.drain()
-                bucketer.drops = False
+            for root in self.roots:
+                root.shared.bucketer.drain()
+                root.shared.bucketer.drops = False
 
 
 def _hold(units: set[Unit], on_end: Callable[[], None]) -> Callable[[], object]:

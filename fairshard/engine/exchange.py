@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fairshard.utils.collectives import Communicator
 
@@ -29,56 +29,38 @@ FIRST_NBYTES = 2048
 """Size of the first message."""
 
 
-@dataclass
-class Answers:
-    """The answers of one rank, or of all: a byte of 0 or 1 for each question.
-
-    Attributes:
-        calls: for each call, whether the backward reaches it.
-        leaves: for each parameter, whether it has a gradient to send.
-        alive: for each forward, whether a later backward could reach it.
-        flags: see above.
-    """
-
-    calls: bytearray = field(default_factory=bytearray)
-    leaves: bytearray = field(default_factory=bytearray)
-    alive: bytearray = field(default_factory=bytearray)
-    flags: int = 0
-
-
 class Peers(NamedTuple):
-    """The ranks of one communicator, and the questions that concern them, as indexes into `Answers`."""
+    """The ranks of one communicator.
+
+    ``questions``: those that concern them, as indexes into the answers. ``digest``: a hash of the calls that these
+    concern: their units, checkpoints and forwards.
+    """
 
     comm: Communicator
-    calls: Sequence[int]
-    leaves: Sequence[int]
-    alive: Sequence[int]
+    questions: NDArray[np.int64]
+    digest: int
 
 
-def agree_on(answers: Answers, peers: Sequence[Peers], hashes: Sequence[int]) -> None:
-    """Set in ``answers`` all bits and flags that any peer has set, one group after the other. **Collective.**
+def agree_on(answers: bytearray, flags: int, peers: Sequence[Peers], hashes: Sequence[int]) -> int:
+    """Set in ``answers`` (a byte of 0 or 1 for each question) all that any peer has set; returns the flags of all.
 
-    ``hashes``: for each of ``peers``, a hash of what its ranks have run. If they differ, or one has a problem, the
-    remaining answers stay unchanged.
+    One group after the other. **Collective.** ``hashes``: for each of ``peers``, a hash of what its ranks have run. If
+    they differ, or one has a problem, the remaining answers stay unchanged.
     """
+    column = np.frombuffer(answers, np.uint8)
     for one, own in zip(peers, hashes, strict=True):
-        pairs = [(answers.calls, one.calls), (answers.leaves, one.leaves), (answers.alive, one.alive)]
-        bits = b"".join(bytes(map(column.__getitem__, places)) for column, places in pairs)
-        packed = np.packbits(np.frombuffer(bits, np.uint8)).tobytes()
-        first = (_HEADER.pack(own, answers.flags) + packed)[:FIRST_NBYTES].ljust(FIRST_NBYTES, b"\0")
+        packed = np.packbits(column[one.questions]).tobytes()
+        first = (_HEADER.pack(own, flags) + packed)[:FIRST_NBYTES].ljust(FIRST_NBYTES, b"\0")
         messages = _exchange(one.comm, first)
         for number, found in map(_HEADER.unpack_from, messages):
-            answers.flags |= found | (DIFFERENT if number != own else 0)
-        if answers.flags & (PROBLEM | DIFFERENT) or not packed:
+            flags |= found | (DIFFERENT if number != own else 0)
+        if flags & (PROBLEM | DIFFERENT) or not packed:
             continue
         fits = len(packed) <= FIRST_NBYTES - _HEADER.size
         sent = [message[_HEADER.size :] for message in messages] if fits else _exchange(one.comm, packed)
         union = np.bitwise_or.reduce([np.frombuffer(each, np.uint8) for each in sent])
-        start, every = 0, np.unpackbits(union).tolist()
-        for column, places in pairs:
-            for place, bit in zip(places, every[start : start + len(places)], strict=True):
-                column[place] = bit
-            start += len(places)
+        column[one.questions] = np.unpackbits(union)[: len(one.questions)]
+    return flags
 
 
 def _exchange(comm: Communicator, message: bytes) -> list[bytes]:

@@ -14,7 +14,9 @@ from operator import attrgetter
 from typing import Any
 from weakref import ref
 
-from fairshard.engine.exchange import ASSUMED, DIFFERENT, PROBLEM, Answers, Peers, agree_on
+import numpy as np
+
+from fairshard.engine.exchange import ASSUMED, DIFFERENT, PROBLEM, Peers, agree_on
 from fairshard.engine.record import Pass, Sight
 from fairshard.engine.schedule import CallPlace, Schedule, UnitRule, build
 from fairshard.engine.unit import Unit
@@ -43,77 +45,79 @@ class Known:
     Attributes:
         key: the calls, and everything else that the next attributes were built from; keeps no model alive.
         places: the place of each call.
-        events: as in `Pass.events`, but numbered across all passes.
-        empty: calls of units without elements; they may differ between ranks, and are in no schedule.
-        peers: the groups of ranks that the calls concern; ``digests``: for each, a hash of its calls: their units,
-            checkpoints and forwards.
+        events: as in `Pass.events`, but numbered across all passes, and without calls of units without elements: these
+            may differ between ranks, and are in no schedule.
+        peers: the groups of ranks that the calls concern.
         schedule: the schedule; ``inputs``: what it was built from besides.
     """
 
     key: Any
     places: list[CallPlace] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
-    empty: set[int] = field(default_factory=set)
     peers: list[Peers] = field(default_factory=list)
-    digests: list[int] = field(default_factory=list)
     schedule: Schedule = field(default_factory=Schedule)
     inputs: Any = None
 
 
-class Proposal:
-    """What this rank knows of a backward of ``passes``, which has reached the model ``first``, before the ranks agree.
+class Plan:
+    """A backward of ``passes``, which has reached the model ``first``: what this rank reaches, then what all agree on.
 
     Attributes:
         roots: the models that the passes go through, and the first.
         calls: the recorded calls, in the order of their numbers in the schedule.
         units: those of the models; ``number``: the number of each in the schedule, its position.
-        leaves: each flat param, its unit, and its part of `Answers.leaves`.
+        leaves: each flat param, its unit, and its part of `answers`.
         known: what is kept of a backward with the same calls.
-        answers: what this rank reaches.
+        own: for each call, whether this rank reaches it.
+        answers: a byte of 0 or 1 for each parameter: whether it has a gradient to send; for each pass: whether a later
+            backward could reach it; for each call: whether this one does. Those of this rank, after `agree` of any.
+        flags: those of `exchange`, as well.
         segments: the checkpoints that this rank runs again.
         unseen: units that it reaches, but not through hooks.
+        schedule: the list of all communication; ``listed``: the units in it; like those below set by `conclude`.
+        stops: the places in the schedule of the marks that this rank's autograd has to pass.
+        reached: the models that the backward of any rank reaches, and ``first``, which comes first.
     """
 
     def __init__(self, passes: Sequence[Pass[Unit]], first: Any, is_restricted: bool) -> None:
-        self.roots, self.passes = roots_of(passes, first), passes
+        self.roots, self.passes, self._first = roots_of(passes, first), passes, first
         self.calls = [call for one in passes for call in one.calls]
         for index, call in enumerate(self.calls):
             call.index = index
         self.units = [unit for root in self.roots for unit in root.units]
         self.number = {unit: index for index, unit in enumerate(self.units)}
         self.leaves: list[tuple[Unit, FlatParam, slice]] = []
-        start = 0
+        self.answers = bytearray()
         for unit in self.units:
             for flat_param in unit.flat_params:
-                stop = start + len(flat_param.slots)
-                self.leaves.append((unit, flat_param, slice(start, stop)))
-                start = stop
+                start = len(self.answers)
+                self.answers += flat_param.reach()
+                self.leaves.append((unit, flat_param, slice(start, len(self.answers))))
+        self._num_leaves = len(self.answers)
+        self.answers += bytes(one.is_alive for one in passes)
         self.known = self._known_of(self.roots[0].kept)
-        self.answers = Answers(bytearray(len(self.calls)), alive=bytearray([one.is_alive for one in passes]))
+        self.own = bytearray(len(self.calls))
         self.unseen: set[Unit] = set()
         self.segments: set[int] = set()
-        self._answer(is_restricted)
+        self.flags = self._answer(is_restricted)
+        self.answers += self.own
 
-    def agree(self, problem: Exception | None) -> Answers | None:
-        """What the ranks answer together; None if they differ in what they have run. **Collective.**
+    def agree(self, problem: Exception | None) -> bool:
+        """Make `answers` those of all ranks; returns whether these have run the same. **Collective.**
 
         ``problem``: why this rank cannot begin.
 
         Raises:
             FairshardError: on every rank, if any has a problem.
         """
-        known, own = self.known, self.answers
-        agreed = Answers(bytearray(own.calls), bytearray(own.leaves), bytearray(own.alive), own.flags)
-        agreed.flags |= PROBLEM if problem is not None else 0
-        agree_on(agreed, known.peers, list(map(self._digest, known.peers, known.digests)))
-        if agreed.flags & DIFFERENT:
-            return None
-        if agreed.flags & PROBLEM:
-            comms = [peers.comm for peers in known.peers]
-            texts = [text for comm in comms for text in comm.gather_objects("" if problem is None else str(problem))]
+        peers = self.known.peers
+        flags = self.flags | (PROBLEM if problem is not None else 0)
+        self.flags = agree_on(self.answers, flags, peers, list(map(self._digest, peers)))
+        if self.flags & PROBLEM and not self.flags & DIFFERENT:
+            texts = [text for one in peers for text in one.comm.gather_objects("" if problem is None else str(problem))]
             others = next((text for text in texts if text), "see its log")
             raise problem or FairshardError(f"The backward could not begin on another rank: {others}")
-        return agreed
+        return not self.flags & DIFFERENT
 
     def reached_passes(self) -> list[Pass[Unit]]:
         """The passes that the backward of any rank reaches, after `agree` has found a difference. **Collective.**
@@ -121,8 +125,8 @@ class Proposal:
         In all others ranks may differ: some have collected the garbage of a model, or have dropped one that raised.
         """
         keys = [(one.calls[0].unit.root.number, one.number) for one in self.passes]
-        places = zip(self.known.places, self.answers.calls, strict=True)
-        found = [keys[place.forward] for place, is_reached in places if is_reached]
+        listed = [~event for event in self.known.events if event < 0]
+        found = [keys[self.known.places[call].forward] for call in listed if self.own[call]]
         for peers in self.known.peers:
             found = [key for keys_of_rank in peers.comm.gather_objects(found) for key in keys_of_rank]
         return [one for key, one in zip(keys, self.passes, strict=True) if key in found]
@@ -147,44 +151,38 @@ class Proposal:
         made = Known(key)
         for forward, one in enumerate(self.passes):
             start = len(made.places)
-            made.events += [event + start if event >= 0 else event - start for event in one.events]
             for call in one.calls:
-                is_empty = not call.unit.has_shards
-                if is_empty:
-                    made.empty.add(len(made.places))
-                segment = -1 if is_empty else segments[call.segment]
+                segment = segments[call.segment] if call.unit.has_shards else -1
                 made.places.append(CallPlace(self.number[call.unit], forward, segment))
+            for event in one.events:
+                if one.calls[event if event >= 0 else ~event].unit.has_shards:
+                    made.events.append(event + start if event >= 0 else event - start)
         comms = [comm for root in self.roots if root.is_common for comm in root.comms]
-        comms = [comm for comm in dict.fromkeys(comms) if comm.peers]
-        made.peers = [self._peers_of(comm, made) for comm in comms]
-        made.digests = [self._digest_calls(one, made) for one in made.peers]
+        made.peers = [self._peers_of(comm, made) for comm in dict.fromkeys(comms) if comm.peers]
         return made
 
     def _peers_of(self, comm: Communicator, made: Known) -> Peers:
-        talking = {unit for unit in self.units if comm in (unit.comm, unit.replicas) and unit.has_shards}
-        common = [one.is_common for one in self.passes]
-        places = enumerate(zip(self.calls, made.places, strict=True))
-        calls = [index for index, (call, place) in places if call.unit in talking and common[place.forward]]
-        leaves = [leaf for unit, _, part in self.leaves if unit in talking for leaf in range(part.start, part.stop)]
-        return Peers(comm, calls, leaves, sorted({made.places[call].forward for call in calls}))
-
-    @staticmethod
-    def _digest_calls(peers: Peers, made: Known) -> int:
-        counted = set(peers.calls)
-        numbers = [len(peers.leaves)]
+        talking = {number for number, unit in enumerate(self.units) if comm in (unit.comm, unit.replicas)}
+        parts = [part for unit, _, part in self.leaves if self.number[unit] in talking]
+        questions = [leaf for part in parts for leaf in range(part.start, part.stop)]
+        passes, calls = self._num_leaves, self._num_leaves + len(self.passes)  # where their questions begin
+        numbers = [len(questions)]
         forwards: dict[int, int] = {}
-        segments: dict[int, int] = {}
+        segments = {-1: -1}
         for event in made.events:
             call = event if event >= 0 else ~event
-            if call in counted:
-                unit, forward, segment = made.places[call]
-                place = segments.setdefault(segment, len(segments)) if segment >= 0 else -1
+            unit, forward, segment = made.places[call]
+            if unit in talking and self.passes[forward].is_common:
+                if event >= 0:
+                    questions.append(calls + call)
+                place = segments.setdefault(segment, len(segments))
                 numbers += [unit if event >= 0 else ~unit, place, forwards.setdefault(forward, len(forwards))]
-        return _hash(numbers)
+        questions += [passes + forward for forward in forwards]
+        return Peers(comm, np.array(questions, np.int64), _hash(numbers))
 
-    def _digest(self, peers: Peers, calls: int) -> int:
-        """A hash of what must be the same on all ranks: the ``calls``, ``no_sync``, and what observers know."""
-        numbers = [calls]
+    def _digest(self, peers: Peers) -> int:
+        """A hash of what must be the same on all ranks: the calls, ``no_sync``, and what observers know."""
+        numbers = [peers.digest]
         for root in self.roots:
             numbers += [unit.sync for unit in root.units if peers.comm in (unit.comm, unit.replicas)]
             numbers += root.history(peers.comm)
@@ -192,137 +190,98 @@ class Proposal:
 
     # ---- what this rank reaches
 
-    def _answer(self, is_restricted: bool) -> None:
-        """Ask autograd which calls and leaves its running task reaches.
+    def _answer(self, is_restricted: bool) -> int:
+        """Ask autograd which calls its running task reaches; returns the flags of the answers.
 
-        A call that cannot be seen answers as the one around it; one around a reached call is reached, because it
-        computes something between its inner calls.
+        A call is reached if its hooks or leaves show it, or if one inside of it is, because it computes something
+        between its inner calls; one that cannot be seen, if that around it is; and all of a checkpoint that runs again.
         """
-        own, known, calls = self.answers, self.known, self.calls
-        unsure: set[Unit] = set()
-        for unit, flat_param, _ in self.leaves:
-            which = flat_param.reach()
-            if 0 in which:
-                unsure.add(unit)
-            own.leaves += which
-        reached, lives = own.calls, own.alive
-        assumed: set[Unit] = set()
-        for index, call in enumerate(calls):
+        own, calls, places, segments = self.own, self.calls, self.known.places, self.segments
+        lives = self.answers[self._num_leaves :]
+        unsure = {unit for unit, one, part in self.leaves if one.line.numel and 0 in self.answers[part]}
+        assumed: set[Unit] = set()  # units with a part of the graph that does not exist yet
+        for index in range(len(calls) - 1, -1, -1):  # inner calls before those around them
+            call = calls[index]
             hooks = None if call.hooks is None else call.hooks()
             if hooks is not None and hooks.is_reached(is_restricted):
-                reached[index] = 1
+                own[index] = 1
                 if call.unit in unsure and hooks.makes_graphs():
                     assumed.add(call.unit)
-            elif (
-                call.sight is Sight.LEAVES and lives[known.places[index].forward] and any(map(reaches, call.unit.nodes))
-            ):
-                reached[index] = 1
+            elif call.sight is Sight.LEAVES and lives[places[index].forward] and any(map(reaches, call.unit.nodes)):
+                own[index] = 1
                 self.unseen.add(call.unit)
-        for index in range(len(calls) - 1, -1, -1):
-            around = calls[index].around
-            if reached[index] and around is not None:
-                reached[around.index] = 1
+            if own[index]:
+                segments |= {places[index].segment} - {-1}
+                if call.around is not None:
+                    own[call.around.index] = 1
         for index, call in enumerate(calls):
-            around = call.around
-            if around is not None and (call.sight is Sight.LATER or call.segment >= 0) and reached[around.index]:
-                reached[index] = 1
-        segment_of = [place.segment for place in known.places]
-        self.segments.update({segment for segment, mine in zip(segment_of, reached, strict=True) if mine} - {-1})
-        for index, call in enumerate(calls):
-            if segment_of[index] in self.segments:
-                reached[index] = 1
-            if index in known.empty:
-                reached[index] = 0
-            elif reached[index] and call.sight is Sight.LATER and call.unit in unsure:
+            segment, is_blind = places[index].segment, call.sight is Sight.LATER or call.segment >= 0
+            if segment in segments or (is_blind and call.around is not None and own[call.around.index]):
+                own[index] = 1
+                segments |= {segment} - {-1}
+            if own[index] and call.sight is Sight.LATER and call.unit in unsure:
                 assumed.add(call.unit)
-        if assumed:
-            own.flags = ASSUMED
-            self._assume(assumed)
-
-    def _assume(self, units: set[Unit]) -> None:
-        """Count all leaves of ``units`` as reached, because their graph does not exist yet."""
         for unit, flat_param, part in self.leaves:
-            if unit in units and flat_param.line.numel:
+            if unit in assumed and flat_param.line.numel:
                 trained = bytes(node is not None for node in flat_param.nodes)
-                self.answers.leaves[part] = map(max, self.answers.leaves[part], trained)
+                self.answers[part] = map(max, self.answers[part], trained)
+        return ASSUMED if assumed else 0
 
+    # ---- what all reach
 
-class Plan:
-    """What the ranks have agreed on for one backward, and the schedule that follows.
+    def conclude(self, resident: bytes) -> None:
+        """After `agree`: make the schedule, and tell flat params and bucketers what comes.
 
-    Attributes:
-        own: what this rank has proposed.
-        agreed: what any rank reaches.
-        alive: the passes that another backward may reach.
-        schedule: the list of all communication; ``listed``: the units in it.
-        stops: the places in the schedule of the marks that this rank's autograd has to pass.
-        reached: the models that the backward of any rank reaches.
-    """
-
-    def __init__(self, own: Proposal, agreed: Answers, resident: bytes) -> None:
-        self.own, self.agreed = own, agreed
-        self.roots, self.units, self.calls = own.roots, own.units, own.calls
-        self.alive = [one for one, lives in zip(own.passes, agreed.alive, strict=True) if lives]
-        reached = {call.unit.root for call, is_reached in zip(self.calls, agreed.calls, strict=True) if is_reached}
-        self.reached = [root for root in self.roots if root in reached]
-        self.schedule = self._make_schedule(resident)
-        self.listed = {self.units[number] for number in self.schedule.units}
-        self.stops = self._own_marks()
-        for root in self.roots:
-            root.shared.bucketer.plan(self._bucketed(root))
-        for one in own.passes:
-            one.was_reached = True
-
-    def _make_schedule(self, resident: bytes) -> Schedule:
-        """Build the schedule, or reuse that of the last backward if nothing has changed."""
-        owed, known, reached = self._note_owed(self.agreed.leaves), self.own.known, self.agreed.calls
-        inputs = reached, resident or bytes(map(holds_for_all, self.units)), owed, list(map(self._rule, self.units))
+        ``resident``: see `agree_on_plan`.
+        """
+        number, known = self.number, self.known
+        owed = bytearray(len(self.units))
+        for unit, flat_param, part in self.leaves:
+            flat_param.note_reached(self.answers[part])
+            owed[number[unit]] |= 1 in self.answers[part]
+        held = resident or bytes(map(holds_for_all, self.units))
+        stays = [here or not unit.unshard_in_backward for here, unit in zip(held, self.units, strict=True)]
+        reached = self.answers[self._num_leaves + len(self.passes) :]
+        inputs = reached, stays, owed, list(map(self._rule, self.units))
         if known.inputs != inputs:
             known.schedule, known.inputs = build(known.events, known.places, *inputs), inputs
-        return known.schedule
-
-    def _own_marks(self) -> set[int]:
-        schedule, own = self.schedule, self.own.answers.calls
+        self.schedule = schedule = known.schedule
+        self.listed = {self.units[step.unit] for step in schedule.steps}
         marks = (*schedule.at.items(), *schedule.done.items())
-        return {place for call, place in marks if own[call]} | {schedule.recompute[one] for one in self.own.segments}
-
-    def _note_owed(self, leaves: bytearray) -> bytes:
-        """Record in each flat param which parameters have gradients on any rank; returns which units have any."""
-        owed = bytearray(len(self.units))
-        for unit, flat_param, part in self.own.leaves:
-            flat_param.note_reached(leaves[part])
-            owed[self.own.number[unit]] |= 1 in leaves[part]
-        return bytes(owed)
+        self.stops = {place for call, place in marks if self.own[call]}
+        self.stops |= {schedule.recompute[segment] for segment in self.segments}
+        roots = {self.calls[call].unit.root for call in schedule.at}
+        self.reached = [self._first, *(root for root in self.roots if root in roots and root is not self._first)]
+        sent = [self.units[unit] for unit in schedule.sends if self.units[unit].sync]
+        for root in self.roots:
+            flat_params = [each for unit in sent if unit.root is root for each in unit.flat_params]
+            root.shared.bucketer.plan([one for one in flat_params if 1 in one.reached and one.comms.num_ranks > 1])
+        for one in self.passes:
+            one.was_reached = True
 
     def _rule(self, unit: Unit) -> UnitRule:
-        number, prefetch = self.own.number, unit.rule.backward_prefetch
+        number, prefetch = self.number, unit.rule.backward_prefetch
         named = tuple(number[other] for other in unit.ahead_in_backward if other in number)
         return UnitRule(
-            unit.unshard_in_backward,
-            unit.keeps.reshard_after_backward,
+            unit.keeps.reshard_after_backward and unit.unshard_in_backward,
             unit.rule.keeps_across_passes or unit.keeps.reshard_after_forward,
             prefetch is BackwardPrefetch.BACKWARD_POST,
             named if named or prefetch is None else None,
         )
 
+    def alive(self) -> list[Pass[Unit]]:
+        """The passes that another backward may reach."""
+        lives = self.answers[self._num_leaves :]
+        return [one for one, is_alive in zip(self.passes, lives, strict=False) if is_alive]
+
     def agree_on_leaves(self) -> bytearray:
         """Which parameters have received gradients on any rank, after the backward. **Collective.**"""
-        found = Answers()
-        for _, flat_param, _ in self.own.leaves:
-            found.leaves += flat_param.contributed
-        peers = [one._replace(calls=(), alive=()) for one in self.own.known.peers]
-        agree_on(found, peers, [0] * len(peers))
-        return found.leaves
-
-    def _bucketed(self, root: Any) -> list[Any]:
-        """The flat params of ``root`` whose gradients are summed over ranks in a bucket, in the order of sending."""
-        return [
-            flat_param
-            for unit in map(self.units.__getitem__, self.schedule.sends)
-            if unit.sync and unit.root is root
-            for flat_param in unit.flat_params
-            if 1 in flat_param.reached and flat_param.comms.num_ranks > 1
-        ]
+        found = bytearray()
+        for _, flat_param, _ in self.leaves:
+            found += flat_param.contributed
+        found += bytes(len(self.answers) - len(found))
+        agree_on(found, 0, self.known.peers, [0] * len(self.known.peers))
+        return found
 
 
 def agree_on_plan(
@@ -350,14 +309,13 @@ def agree_on_plan(
                 unit.read_settings()
     except Exception as error:
         problem = error
-    own = Proposal(passes, first, is_restricted)
-    agreed = own.agree(problem)
-    if agreed is None:
-        own = Proposal(own.reached_passes(), first, is_restricted)
-        agreed = own.agree(problem)
-    if agreed is None:
-        raise own.roots[0].difference()
-    return Plan(own, agreed, resident)
+    plan = Plan(passes, first, is_restricted)
+    if not plan.agree(problem):
+        plan = Plan(plan.reached_passes(), first, is_restricted)
+        if not plan.agree(problem):
+            raise plan.roots[0].difference()
+    plan.conclude(resident)
+    return plan
 
 
 def roots_of(passes: Sequence[Pass[Unit]], first: Any) -> list[Any]:

@@ -265,9 +265,9 @@ class Engine:
             self._keep(self._running.cut())
         passes = [one for one in self.passes if first.join is None or one.goes_only_through(first.units)]
         plan = agree_on_plan(passes, first, is_restricted, begin=lambda: first.told.backward_begins(passes))
-        backward = Backward(first, plan, self.backward, self._end_backward)
+        backward = Backward(plan, self.backward, self._end_backward)
         self._set_backward(backward, plan)
-        for root in backward.reached[1:]:
+        for root in plan.reached[1:]:
             root.told.backward_begins(passes)
         return backward
 
@@ -277,7 +277,7 @@ class Engine:
         assert backward is not None
         backward.finish()
         self._release(backward)
-        for root in backward.reached:
+        for root in backward.plan.reached:
             is_reached = any(map(backward.lists, root.units))
             reduces = is_reached and backward.sends and any(unit.sync for unit in root.units)
             root.told.backward_ends(is_reached, reduces)
@@ -296,7 +296,7 @@ class Engine:
         ``resident``: for each unit, whether the ranks that compute hold it gathered.
         """
         plan = agree_on_plan(passes, root, resident=resident)
-        backward = Backward(root, plan)
+        backward = Backward(plan)
         self._set_backward(backward, plan)
         try:
             backward.finish()
@@ -307,7 +307,7 @@ class Engine:
         self._backward = weakref.ref(backward)
         for root in backward.roots:
             root.backward = backward
-            root.record.passes = [one for one in root.record.passes if one not in plan.own.passes]
+            root.record.passes = [one for one in root.record.passes if one not in plan.passes]
 
     def _release(self, backward: Backward) -> None:
         """``backward`` is over: the one around it goes on, and another one may reach its passes."""

@@ -34,7 +34,6 @@ def forwards(draw):
 
 rules = st.builds(
     UnitRule,
-    gathers=st.just(True),
     frees=st.booleans(),
     frees_between=st.booleans(),
     waits=st.booleans(),
@@ -72,8 +71,8 @@ def test_what_holds_for_every_schedule(model, data):
         elif step.kind is Kind.SEND:
             later = schedule.steps[position:]
             assert not any(other.kind in (Kind.AT, Kind.DONE) and other.unit == step.unit for other in later)
-    moves = [(at, step.kind) for at, step in enumerate(schedule.steps) if step.kind in (Kind.SEND, Kind.GATHER)]
-    followed = {at for (at, kind), (_, after) in pairwise(moves) if (kind, after) == (Kind.SEND, Kind.GATHER)}
+    moves = [(step.unit, step.kind) for step in schedule.steps if step.kind in (Kind.SEND, Kind.GATHER)]
+    followed = {unit for (unit, kind), (_, after) in pairwise(moves) if (kind, after) == (Kind.SEND, Kind.GATHER)}
     assert schedule.yields == followed
     marks = [step.call for step in schedule.steps if step.kind is Kind.AT]
     assert sorted(marks) == [call for call, is_reached in enumerate(reached) if is_reached]
