@@ -162,7 +162,7 @@ class Plan:
         return made
 
     def _peers_of(self, comm: Communicator, made: Known) -> Peers:
-        talking = {number for number, unit in enumerate(self.units) if comm in (unit.comm, unit.replicas)}
+        talking = {self.number[unit] for unit in self.units if comm in (unit.comm, unit.replicas) and unit.has_shards}
         parts = [part for unit, _, part in self.leaves if self.number[unit] in talking]
         questions = [leaf for part in parts for leaf in range(part.start, part.stop)]
         passes, calls = self._num_leaves, self._num_leaves + len(self.passes)  # where their questions begin

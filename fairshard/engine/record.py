@@ -145,6 +145,9 @@ class Pass(Generic[UnitT]):
         new |= {~index: ~place for index, place in new.items()}
         self.calls[:] = [self.calls[index] for index in ended]
         self.events[:] = [new[event] for event in self.events if event in new]
+        for call in self.calls:
+            if call.around in rest.calls:
+                call.around = None
         return rest
 
 

@@ -113,6 +113,7 @@ def test_a_pass_is_cut_where_a_backward_begins_in_it():
     one.leave()
     rest = one.cut(Token())
     assert (one.calls, one.events) == ([inner], [0, ~0])
+    assert inner.around is None
     later = rest.enter("c")
     rest.leave()
     rest.leave()
