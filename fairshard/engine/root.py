@@ -461,7 +461,7 @@ class Root:
     def wait_for_reads(self) -> None:
         """Make the host wait until the device has read the shards in host memory; after that they may change."""
         flat_params = (flat_param for unit in self.units for flat_param in unit.flat_params)
-        if self.shared.is_asynchronous and any(flat_param.shows.on_cpu for flat_param in flat_params):
+        if any(flat_param.shows.on_cpu for flat_param in flat_params):
             self.shared.transfers.wait(self.shared.unshard_stream.record())
 
     # ---- what ranks compare

@@ -207,17 +207,11 @@ class Unit:
             self._read_shards()
             self.stamp = self.seen
             stream.wait(now(self.device))
-        if self.shared.is_asynchronous:
-            with stream.use():
-                stream.wait(self.shared.free)
-                self._start_gathers(in_backward)
-        else:
-            self._start_gathers(in_backward)
+        with stream.use():
+            stream.wait(self.shared.free)
+            for flat_param in self.flat_params:
+                flat_param.unshard(in_backward)
         self.memory = State.GATHERING
-
-    def _start_gathers(self, in_backward: bool) -> None:
-        for flat_param in self.flat_params:
-            flat_param.unshard(in_backward)
 
     def wait_unshard(self) -> None:
         """Wait until the parameters are whole, if they are on their way."""
@@ -347,7 +341,7 @@ class Unit:
             return
         if self.buffers is not None:
             self.buffers.detach()
-        if self.registered.are_leaves and not self.is_pinned:
+        if not self.is_pinned:
             self.registered.swap(to_leaves=False)
         if not (self.unshard_in_backward or self.is_gathered):
             for flat_param in self.flat_params:
