@@ -80,7 +80,8 @@ class UsageCheck(Observer):
             GradRequiresGradError: gradients would have a graph of their own.
             FairshardError: parameters would get no gradients.
         """
-        assert_none_summoned({*self._units, *(call.unit for one in passes for call in one.calls)}, "backward")
+        called = [call.unit for one in passes for call in one.calls]
+        assert_none_summoned({*self._units, *called}, "backward")
         if torch.is_grad_enabled() and current_task() != NO_BACKWARD:
             raise GradRequiresGradError(
                 "Gradients of a sharded unit must not require grad, but the backward of "

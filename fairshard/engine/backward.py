@@ -139,7 +139,8 @@ class Backward:
         self._passed = max(self._passed, position)
         plan, passed, cursor = self.plan, self._passed, self._cursor
         steps = plan.schedule.steps
-        while cursor is not None and cursor < len(steps) and (cursor <= passed or cursor not in plan.stops):
+        end = len(steps)
+        while cursor is not None and cursor < end and (cursor <= passed or cursor not in plan.stops):
             self._cursor = None
             kind, number, call = steps[cursor]
             unit = self.units[number]

@@ -261,7 +261,8 @@ class Plan:
 
     def _rule(self, unit: Unit) -> UnitRule:
         number, prefetch = self.number, unit.rule.backward_prefetch
-        named = tuple(number[other] for other in unit.ahead_in_backward if other in number)
+        ahead = unit.ahead_in_backward
+        named = tuple(number[other] for other in ahead if other in number) if ahead else ()
         return UnitRule(
             unit.keeps.reshard_after_backward and unit.unshard_in_backward,
             unit.rule.keeps_across_passes or unit.keeps.reshard_after_forward,

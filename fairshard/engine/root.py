@@ -174,12 +174,13 @@ class Engine:
                     hooks.record.sight = Sight.HOOKS
                 elif any(flat_param.requires_grad for flat_param in unit.flat_params):
                     hooks.record.sight = Sight.LEAVES
-            if not self.runs_again(unit):
+            again = self.runs_again(unit)
+            if not again:
                 self._tell_call_leaves(unit, completed=True)
         except BaseException:
             self.abort(unit)
             raise
-        self._close(unit, completed=True)
+        self._close(unit, again, completed=True)
         return outputs
 
     @staticmethod
@@ -193,11 +194,11 @@ class Engine:
 
     def abort(self, unit: Unit) -> None:
         """Clean up after a call that raised, as if it had not been made."""
-        self._close(unit, completed=False)
+        self._close(unit, self.runs_again(unit), completed=False)
 
-    def _close(self, unit: Unit, completed: bool) -> None:
+    def _close(self, unit: Unit, again: bool, completed: bool) -> None:
         unit.close()
-        if self.runs_again(unit):  # a checkpoint may raise to stop early
+        if again:  # a checkpoint may raise to stop early
             unit.begin_backward()
             return
         if not unit.open_calls:
@@ -412,6 +413,7 @@ class Root:
         self.record: Record[Unit] = Record()
         self.backward: Backward | None = None
         self.engine = engine_of(comms, shared.device)
+        self._on_host = [each for unit in units for each in unit.flat_params if each.shows.on_cpu]
         self.engine.roots.add(self)
         self.is_last_backward = True
         self.join: Any = None
@@ -460,8 +462,7 @@ class Root:
 
     def wait_for_reads(self) -> None:
         """Make the host wait until the device has read the shards in host memory; after that they may change."""
-        flat_params = (flat_param for unit in self.units for flat_param in unit.flat_params)
-        if any(flat_param.shows.on_cpu for flat_param in flat_params):
+        if self._on_host:
             self.shared.transfers.wait(self.shared.unshard_stream.record())
 
     # ---- what ranks compare

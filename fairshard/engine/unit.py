@@ -139,7 +139,9 @@ class Unit:
         stays = self is self.root.units[0] and not self.rule.reshard_root  # the backward reaches it first
         after_forward = bool(self.reshard_after_forward) and not stays
         after_backward = self.reshard_after_backward and not (self.rule.keeps_in_no_sync and not self.sync)
-        self.keeps = Keeps(after_forward, after_backward, self.rule.keeps_across_passes or not after_backward)
+        keeps = after_forward, after_backward, self.rule.keeps_across_passes or not after_backward
+        if keeps != self.keeps:  # to make one takes host time
+            self.keeps = Keeps(*keeps)
 
     def copied_out(self, tensor: Tensor) -> Tensor:
         """``tensor``, or a copy of it if it lies in memory that is freed with the parameters."""
@@ -222,7 +224,8 @@ class Unit:
 
     def reshard(self) -> None:
         """Free the whole parameters; called by `on` alone."""
-        self.registered.swap(to_leaves=False)
+        if self.registered.are_leaves:
+            self.registered.swap(to_leaves=False)
         for flat_param in self.flat_params:
             flat_param.reshard()
         self.memory, self.is_hidden, self.is_pinned = State.SHARDED, False, False
@@ -341,7 +344,7 @@ class Unit:
             return
         if self.buffers is not None:
             self.buffers.detach()
-        if not self.is_pinned:
+        if self.registered.are_leaves and not self.is_pinned:
             self.registered.swap(to_leaves=False)
         if not (self.unshard_in_backward or self.is_gathered):
             for flat_param in self.flat_params:
