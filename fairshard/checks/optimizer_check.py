@@ -31,7 +31,7 @@ from fairshard.params.rule import GradHome
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.config import UnitConfig
 from fairshard.utils import before_step
-from fairshard.utils.untraced import untraced
+from fairshard.utils.graph_breaks import untraced
 from fairshard.utils.user_line import level_of_user
 from fairshard.views.shown_extended import ShownExtended
 

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fairshard.utils.collectives import Communicator
 
@@ -37,7 +36,7 @@ class Peers(NamedTuple):
     """
 
     comm: Communicator
-    questions: NDArray[np.int64]
+    questions: np.ndarray[Any, np.dtype[np.int64]]
     digest: int
 
 

@@ -6,7 +6,7 @@ import torch
 
 from fairshard.params.shard_grad import GradTransfers
 from fairshard.utils.buckets import Bucketer
-from fairshard.utils.streams import Event, Stream, now
+from fairshard.utils.streams import Event, Stream, is_asynchronous, now
 
 
 class Shared:
@@ -22,6 +22,7 @@ class Shared:
 
     def __init__(self, device: torch.device, bucket_cap_mb: float) -> None:
         self.device = device
+        self.is_asynchronous = is_asynchronous(device)
         self.unshard_stream = Stream(device, priority=-1)
         self.reduce_stream = Stream(device, priority=-1)
         self.transfers = GradTransfers(device)
@@ -40,6 +41,7 @@ class Shared:
 
     def note_free(self) -> None:
         """Memory was freed: later gathers wait until compute has passed this moment."""
-        self.free = now(self.device)
+        if self.is_asynchronous:
+            self.free = now(self.device)
         if torch.is_autocast_enabled(self.device.type):
             torch.clear_autocast_cache()  # it is keyed by tensor: the leaf would seem unchanged

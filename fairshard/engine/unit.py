@@ -209,11 +209,17 @@ class Unit:
             self._read_shards()
             self.stamp = self.seen
             stream.wait(now(self.device))
-        with stream.use():
-            stream.wait(self.shared.free)
-            for flat_param in self.flat_params:
-                flat_param.unshard(in_backward)
+        if self.shared.is_asynchronous:
+            with stream.use():
+                stream.wait(self.shared.free)
+                self._start_gathers(in_backward)
+        else:
+            self._start_gathers(in_backward)
         self.memory = State.GATHERING
+
+    def _start_gathers(self, in_backward: bool) -> None:
+        for flat_param in self.flat_params:
+            flat_param.unshard(in_backward)
 
     def wait_unshard(self) -> None:
         """Wait until the parameters are whole, if they are on their way."""

@@ -19,8 +19,8 @@ from fairshard.checks.optimizer_check import (
     check_gradients,
     finds_parts,
 )
-from fairshard.checks.phases import assert_idle
 from fairshard.checks.shards import stepped_of
+from fairshard.checks.usage import assert_idle
 from fairshard.engine.root import Root
 from fairshard.engine.tree import unit_of, units_below
 from fairshard.errors import FairshardError

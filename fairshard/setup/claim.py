@@ -12,7 +12,7 @@ from torch import nn
 
 from fairshard.checks.agreement import check_agreement, raise_together
 from fairshard.checks.leaf_writes import unpin
-from fairshard.checks.phases import assert_idle
+from fairshard.checks.usage import assert_idle
 from fairshard.engine.root import Root
 from fairshard.engine.shared import Shared
 from fairshard.engine.tree import modules_of, unit_of, units_below, walk
@@ -24,9 +24,9 @@ from fairshard.setup.loads import forget_loads
 from fairshard.setup.naming import place
 from fairshard.setup.placement import check_host_memory, compute_device
 from fairshard.utils.collectives import Communicator, Communicators
+from fairshard.utils.graph_breaks import untraced
 from fairshard.utils.groups import on_host, part_of
 from fairshard.utils.streams import is_asynchronous
-from fairshard.utils.untraced import untraced
 
 
 @untraced

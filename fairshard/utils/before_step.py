@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fairshard.utils.untraced import untraced
+from fairshard.utils.graph_breaks import untraced
 
 _listeners: dict[int, Callable[[], Any]] = {}
 

@@ -2,23 +2,9 @@
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from fairshard.utils.nested import apply_to_tensors
+from fairshard.utils.nested import apply_to_tensors, cast_inputs_to_fp16
 
 __all__ = ["apply_to_tensors", "cast_inputs_to_fp16", "pack_kwargs", "unpack_kwargs"]
-
-
-def cast_inputs_to_fp16(
-    *args: Any, dtype: torch.dtype = torch.float16, **kwargs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with every floating tensor cast to ``dtype``, differentiably; others are unchanged."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return apply_to_tensors(cast, args), apply_to_tensors(cast, kwargs)
 
 
 def pack_kwargs(*args: Any, **kwargs: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:

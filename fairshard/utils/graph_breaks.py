@@ -8,11 +8,14 @@ Private names of Dynamo, besides those in ``dynamo.py``:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from fairshard.utils.dynamo import not_traced
+from fairshard.utils.dynamo import not_traced, set_tracer
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -25,6 +28,21 @@ def breaks_graph(reason: str) -> Callable[[_F], _F]:
         return not_traced(function)
 
     return mark
+
+
+def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorator of methods and hooks: compiled code calls ``function`` as it is, and nothing in it is traced."""
+
+    @breaks_graph("it may communicate, which cannot be compiled")
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        tracer = set_tracer(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_tracer(tracer)
+
+    return call
 
 
 def allows_breaks(tracer: Any) -> bool:

@@ -104,6 +104,17 @@ def _is_plain_object(one: Any) -> bool:
     )
 
 
+def cast_inputs_to_fp16(
+    *args: Any, dtype: torch.dtype = torch.float16, **kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with every floating tensor cast to ``dtype``, differentiably; others are unchanged."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return apply_to_tensors(cast, args), apply_to_tensors(cast, kwargs)
+
+
 def _map_dict(fn: Callable[[Tensor], Any], container: Mapping[Any, Any]) -> Any:
     items = {key: apply_to_tensors(fn, value) for key, value in container.items()}
     if type(container) is dict:

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fairshard.engine.root import Root
 from fairshard.errors import FairshardError
 from fairshard.extras.join.join import Join
-from fairshard.utils.untraced import untraced
+from fairshard.utils.graph_breaks import untraced
 
 _Key = tuple[tuple[str, ...], ...]
 _Settings = list[dict[str, Any]]

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.checks.leaf_writes import unpin
 from fairshard.checks.optimizer_check import watch_copy, watch_optimizers
-from fairshard.checks.phases import assert_idle
 from fairshard.checks.scaling_check import watch_scaling
+from fairshard.checks.usage import assert_idle
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.tree import UNIT_ATTRIBUTE, modules_of, units_below, walk
 from fairshard.engine.unit import Unit

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.autograd import profiler
 
-from fairshard.checks.phases import assert_none_summoned
 from fairshard.checks.profile_regions import follow_profiler, open_regions
+from fairshard.checks.usage import assert_none_summoned
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
@@ -23,10 +23,10 @@ from fairshard.setup.claim import check_complete, claim
 from fairshard.setup.origin import move_inputs
 from fairshard.state.shown import is_shown, shown_on_first
 from fairshard.utils.async_tensors import waited
-from fairshard.utils.containers import cast_inputs_to_fp16
 from fairshard.utils.dynamo import set_tracer
 from fairshard.utils.fake_mode import is_fake_mode_on
 from fairshard.utils.graph_breaks import allows_breaks, breaks_graph
+from fairshard.utils.nested import cast_inputs_to_fp16
 from fairshard.utils.user_line import level_of_user
 
 NOT_IN_A_GRAPH = (

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._composable_state import _module_state_mapping, _State
 
-from fairshard.checks.phases import assert_idle
+from fairshard.checks.usage import assert_idle
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
 

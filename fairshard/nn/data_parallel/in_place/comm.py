@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fairshard.checks.phases import assert_idle
+from fairshard.checks.usage import assert_idle
 from fairshard.engine.tree import unit_of, units_below
 from fairshard.engine.unit import Unit
 from fairshard.errors import OptionsExcludeError

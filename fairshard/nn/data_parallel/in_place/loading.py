@@ -22,7 +22,7 @@ from fairshard.engine.unit import Unit
 from fairshard.state.assigned_values import copy_into, is_assigned
 from fairshard.state.optim_loading import SCALARS
 from fairshard.utils.dtensors import part_of, placed_as
-from fairshard.utils.untraced import untraced
+from fairshard.utils.graph_breaks import untraced
 from fairshard.utils.whole_values import cut_whole_values
 
 

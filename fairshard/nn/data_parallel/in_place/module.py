@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fairshard.checks.leaf_writes import show, unpin
 from fairshard.checks.optimizer_check import watch_copy
-from fairshard.checks.phases import assert_idle
+from fairshard.checks.usage import assert_idle
 from fairshard.engine.residency import Event
 from fairshard.engine.root import Root
 from fairshard.engine.training_state import TrainingState
@@ -34,9 +34,8 @@ from fairshard.setup.conversion import check_conversion, refuse_sharing
 from fairshard.setup.late_changes import adopt_changes
 from fairshard.state.foreign_names import check_names
 from fairshard.utils.dynamo import not_traced, set_tracer
-from fairshard.utils.graph_breaks import breaks_graph
+from fairshard.utils.graph_breaks import breaks_graph, untraced
 from fairshard.utils.nested import apply_to_tensors
-from fairshard.utils.untraced import untraced
 from fairshard.views.shown_dtensors import ShownDTensors
 
 

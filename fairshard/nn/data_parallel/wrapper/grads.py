@@ -9,16 +9,16 @@ from typing import Any
 from torch import Tensor
 
 from fairshard.checks.order_check import OrderCheck
-from fairshard.checks.phases import assert_idle
+from fairshard.checks.usage import assert_idle
 from fairshard.engine.tree import units_below
 from fairshard.nn.comm_hooks import LOW_PRECISION_HOOKS
 from fairshard.nn.data_parallel.wrapper.state import StateMethods
 from fairshard.optim.grad_norm import clip_grad_norm_
 from fairshard.settings.fsdp1 import ShardingStrategy
 from fairshard.utils.buckets import Division
+from fairshard.utils.graph_breaks import untraced
 from fairshard.utils.hook_bucket import HookKind
 from fairshard.utils.storage import is_same_memory
-from fairshard.utils.untraced import untraced
 from fairshard.views.owned import check_none_owned
 
 

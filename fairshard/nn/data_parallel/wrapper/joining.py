@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from fairshard.checks.phases import assert_idle
+from fairshard.checks.usage import assert_idle
 from fairshard.checks.values_check import compare_values
 from fairshard.engine.root import Root
 from fairshard.extras.join.join import Call, Join, leave

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairshard.checks.phases import assert_none_summoned
+from fairshard.checks.usage import assert_none_summoned
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, ParameterShardedError

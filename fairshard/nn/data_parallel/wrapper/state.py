@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fairshard.checks.phases import assert_idle
+from fairshard.checks.usage import assert_idle
 from fairshard.engine.root import Root
 from fairshard.engine.tree import unit_of, units_below, walk
 from fairshard.engine.unit import Unit
