@@ -26,7 +26,10 @@ class Observer:
         """``unit`` is gathered next."""
 
     def call_leaves(self, unit: Any, completed: bool, is_last: bool) -> None:
-        """A call of ``unit`` has ended, or raised; ``is_last``: the pass is over."""
+        """A call of ``unit`` has returned, or raised, and is closed next; ``is_last``: the pass ends with it.
+
+        What this raises after a call that has returned ends the call as if the module had raised it.
+        """
 
     def backward_begins(self, passes: Sequence[Any]) -> None:
         """A backward that may reach ``passes`` begins; what this raises is raised on all ranks."""

@@ -193,7 +193,7 @@ class Engine:
         return apply_to_all(hooks.watch_output, outputs, objects)
 
     def abort(self, unit: Unit) -> None:
-        """Clean up after a call that raised, as if it had not been made."""
+        """Clean up after a call that raised."""
         self._close(unit, self.runs_again(unit), completed=False)
 
     def _close(self, unit: Unit, again: bool, completed: bool) -> None:
