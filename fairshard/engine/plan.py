@@ -64,6 +64,7 @@ class Plan:
 
     Attributes:
         roots: the models that the passes go through, and the first.
+        ended: passes that no later backward reaches, unless they are in `alive`.
         calls: the recorded calls, in the order of their numbers in the schedule.
         units: those of the models; ``number``: the number of each in the schedule, its position.
         leaves: each flat param, its unit, and its part of `answers`.
@@ -81,6 +82,7 @@ class Plan:
 
     def __init__(self, passes: Sequence[Pass[Unit]], first: Any, is_restricted: bool) -> None:
         self.roots, self.passes, self._first = roots_of(passes, first), passes, first
+        self.ended = passes
         self.calls = [call for one in passes for call in one.calls]
         for index, call in enumerate(self.calls):
             call.index = index
@@ -119,8 +121,8 @@ class Plan:
             raise problem or FairshardError(f"The backward could not begin on another rank: {others}")
         return not self.flags & DIFFERENT
 
-    def reached_passes(self) -> list[Pass[Unit]]:
-        """The passes that the backward of any rank reaches, after `agree` has found a difference. **Collective.**
+    def reached_passes(self, kept: Sequence[Pass[Unit]]) -> list[Pass[Unit]]:
+        """Those of ``kept`` that the backward of any rank reaches, after `agree` has found a difference. **Collective.**
 
         In all others ranks may differ: some have collected the garbage of a model, or have dropped one that raised.
         """
@@ -129,7 +131,7 @@ class Plan:
         found = [keys[self.known.places[call].forward] for call in listed if self.own[call]]
         for peers in self.known.peers:
             found = [key for keys_of_rank in peers.comm.gather_objects(found) for key in keys_of_rank]
-        return [one for key, one in zip(keys, self.passes, strict=True) if key in found]
+        return [one for one in kept if (one.calls[0].unit.root.number, one.number) in found]
 
     # ---- the calls
 
@@ -289,18 +291,35 @@ def agree_on_plan(
     passes: Sequence[Pass[Unit]],
     first: Any,
     is_restricted: bool = False,
+    kept: Sequence[Pass[Unit]] = (),
     resident: bytes = b"",
     begin: Callable[[], None] | None = None,
 ) -> Plan:
     """Plan a backward of ``passes``, which has reached the model ``first``, with the other ranks. **Collective.**
 
-    ``is_restricted``: the backward computes only some gradients. ``resident``: for each unit, whether all ranks hold it
-    gathered, if this one does not know. ``begin``: is called first, and may raise.
+    ``is_restricted``: the backward computes only some gradients. ``kept``: all passes that other ranks may still reach.
+    ``resident``: for each unit, whether all ranks hold it gathered, if this one does not know. ``begin``: is called
+    first, and may raise.
 
     Raises:
         RanksDisagreeError: on every rank, if they have run different things.
         FairshardError: on every rank, if any has a problem.
     """
+    plan, problem = _planned(passes, first, is_restricted, begin)
+    if plan.agree(problem):
+        plan.ended = kept
+    else:
+        plan, problem = _planned(plan.reached_passes(kept), first, is_restricted, None)
+        if not plan.agree(problem):
+            raise plan.roots[0].difference()
+    plan.conclude(resident)
+    return plan
+
+
+def _planned(
+    passes: Sequence[Pass[Unit]], first: Any, is_restricted: bool, begin: Callable[[], None] | None
+) -> tuple[Plan, Exception | None]:
+    """The answers of this rank, and why it cannot begin."""
     problem = None
     try:
         if begin is not None:
@@ -310,13 +329,7 @@ def agree_on_plan(
                 unit.read_settings()
     except Exception as error:
         problem = error
-    plan = Plan(passes, first, is_restricted)
-    if not plan.agree(problem):
-        plan = Plan(plan.reached_passes(), first, is_restricted)
-        if not plan.agree(problem):
-            raise plan.roots[0].difference()
-    plan.conclude(resident)
-    return plan
+    return Plan(passes, first, is_restricted), problem
 
 
 def roots_of(passes: Sequence[Pass[Unit]], first: Any) -> list[Any]:

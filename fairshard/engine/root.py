@@ -264,8 +264,10 @@ class Engine:
         self.drop_interrupted(first)
         if self._running is not None:  # inside of a forward
             self._keep(self._running.cut())
-        passes = [one for one in self.passes if first.join is None or one.goes_only_through(first.units)]
-        plan = agree_on_plan(passes, first, is_restricted, begin=lambda: first.told.backward_begins(passes))
+        kept = [one for one in self.passes if first.join is None or one.goes_only_through(first.units)]
+        is_open = first.join is None and first.is_common  # then those that ended here may await other ranks
+        passes = [one for one in kept if one.is_alive] if is_open else kept
+        plan = agree_on_plan(passes, first, is_restricted, kept, begin=lambda: first.told.backward_begins(passes))
         backward = Backward(plan, self.backward, self._end_backward)
         self._set_backward(backward, plan)
         for root in plan.reached[1:]:
@@ -296,7 +298,7 @@ class Engine:
 
         ``resident``: for each unit, whether the ranks that compute hold it gathered.
         """
-        plan = agree_on_plan(passes, root, resident=resident)
+        plan = agree_on_plan(passes, root, kept=passes, resident=resident)
         backward = Backward(plan)
         self._set_backward(backward, plan)
         try:
@@ -308,7 +310,8 @@ class Engine:
         self._backward = weakref.ref(backward)
         for root in backward.roots:
             root.backward = backward
-            root.record.passes = [one for one in root.record.passes if one not in plan.passes]
+        for root in self.roots:
+            root.record.passes = [one for one in root.record.passes if one not in plan.ended]
 
     def _release(self, backward: Backward) -> None:
         """``backward`` is over: the one around it goes on, and another one may reach its passes."""

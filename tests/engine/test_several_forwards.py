@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from fairshard.engine.tree import units_below
+from fairshard.engine.tree import unit_of, units_below
 from fairshard.errors import ShardChangedError
 from fairshard.nn import BackwardPrefetch, observe
 from fairshard.nn import FullyShardedDataParallel as FSDP
@@ -136,6 +137,49 @@ def test_one_backward_for_each_of_several_forwards(later_first):
         assert_nothing_is_gathered(model)
         states.append(model.state_dict())
     assert_same_state(*states)
+
+
+@on_ranks(2, 3)
+def test_outputs_that_one_rank_keeps():
+    """Ranks differ in the forwards that a backward could still reach; one rank reaches an old one again."""
+    kept = []
+
+    def loss(model, key):
+        total = loss_of_tiny(model, key)
+        if dist.get_rank() == 0:
+            kept.append(total)
+        return total
+
+    model = train_alike(tiny(), wrap_tiny, loss, num_steps=4)
+    kept.clear()
+    plain = tiny()
+    plain.load_state_dict(model.state_dict())
+    for each in (model, plain):
+        old = loss_of_tiny(each, (5,))
+        old.backward(retain_graph=True)
+        new = loss_of_tiny(each, (6,))
+        if dist.get_rank() == 0:
+            new = new + old
+        del old
+        new.backward()
+    average_grads_(plain.parameters())
+    for each in (model, plain):
+        sgd(each).step()
+    # Two sums over ranks, added, instead of one.
+    assert_same_state(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+    assert_nothing_is_gathered(model)
+
+
+@on_ranks(1, 2)
+def test_models_that_take_turns():
+    """A backward plans for the forwards that it could reach, not for those of other models that are over."""
+    models = [wrap_tiny(tiny()), wrap_tiny(tiny())]
+    planned = []
+    for step in range(3):
+        for model in models:
+            loss_of_tiny(model, (step,)).backward()
+            planned.append(len(unit_of(model).root.kept[0].places))
+    assert len(set(planned)) == 1
 
 
 @on_ranks(in_full(1), 2)
