@@ -39,7 +39,7 @@ class Backward:
     Attributes:
         plan: what the ranks have agreed on.
         roots: its models; ``units``: theirs.
-        passes: those that a later backward may reach, too.
+        passes: those of the plan, which a later backward may reach, too.
         used: units that this rank has computed with, since their last free.
         outer: the backward inside of which this one began, if any.
         task: returns None once the graph task has ended; after an exception the task ends without calling ``on_end``.
@@ -50,7 +50,7 @@ class Backward:
 
     def __init__(self, plan: Plan, outer: Backward | None = None, on_end: Callable[[], None] | None = None) -> None:
         self.plan, self.outer = plan, outer
-        self.roots, self.units, self.passes = plan.roots, plan.units, plan.alive()
+        self.roots, self.units, self.passes = plan.roots, plan.units, plan.passes
         schedule = plan.schedule
         self._to_run = {  # by checkpoint, in the order of the backward: units that it has still to run again
             segment: [plan.calls[call].unit for call in schedule.segments[segment]]

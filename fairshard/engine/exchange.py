@@ -1,8 +1,8 @@
 """One message at the start of a backward, in which the ranks agree on what their backwards reach.
 
-Each rank sends a hash of all that it has run, and one bit for each call, leaf and forward::
+Each rank sends a hash of all that it has run, and one bit for each call and leaf::
 
-    hash | flags | calls | leaves | forwards that may be reached later
+    hash | flags | calls | leaves
 
 The result is the union: a bit is set if any rank has set it. The first message has one size for all models, so ranks
 that have run different things notice it before the first gather of the backward. Bits that do not fit are sent in a

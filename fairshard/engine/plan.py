@@ -64,14 +64,14 @@ class Plan:
 
     Attributes:
         roots: the models that the passes go through, and the first.
-        ended: passes that no later backward reaches, unless they are in `alive`.
+        ended: passes that no other backward reaches before this one is over, and afterwards only those of ``passes``.
         calls: the recorded calls, in the order of their numbers in the schedule.
         units: those of the models; ``number``: the number of each in the schedule, its position.
         leaves: each flat param, its unit, and its part of `answers`.
         known: what is kept of a backward with the same calls.
         own: for each call, whether this rank reaches it.
-        answers: a byte of 0 or 1 for each parameter: whether it has a gradient to send; for each pass: whether a later
-            backward could reach it; for each call: whether this one does. Those of this rank, after `agree` of any.
+        answers: a byte of 0 or 1 for each parameter: whether it has a gradient to send; then for each call: whether
+            this backward reaches it. Those of this rank, after `agree` of any.
         flags: those of `exchange`, as well.
         segments: the checkpoints that this rank runs again.
         unseen: units that it reaches, but not through hooks.
@@ -80,7 +80,9 @@ class Plan:
         reached: the models that the backward of any rank reaches, and ``first``, which comes first.
     """
 
-    def __init__(self, passes: Sequence[Pass[Unit]], first: Any, is_restricted: bool) -> None:
+    def __init__(
+        self, passes: Sequence[Pass[Unit]], kept: Sequence[Pass[Unit]], first: Any, is_restricted: bool
+    ) -> None:
         self.roots, self.passes, self._first = roots_of(passes, first), passes, first
         self.ended = passes
         self.calls = [call for one in passes for call in one.calls]
@@ -96,8 +98,7 @@ class Plan:
                 self.answers += flat_param.reach()
                 self.leaves.append((unit, flat_param, slice(start, len(self.answers))))
         self._num_leaves = len(self.answers)
-        self.answers += bytes(one.is_alive for one in passes)
-        self.known = self._known_of(self.roots[0].kept)
+        self.known = self._known_of(self.roots[0].kept, any(root.is_common for root in roots_of(kept, first)))
         self.own = bytearray(len(self.calls))
         self.unseen: set[Unit] = set()
         self.segments: set[int] = set()
@@ -122,7 +123,7 @@ class Plan:
         return not self.flags & DIFFERENT
 
     def reached_passes(self, kept: Sequence[Pass[Unit]]) -> list[Pass[Unit]]:
-        """Those of ``kept`` that the backward of any rank reaches, after `agree` has found a difference. **Collective.**
+        """Those of ``kept`` that any rank's backward reaches, after `agree` has found a difference. **Collective.**
 
         In all others ranks may differ: some have collected the garbage of a model, or have dropped one that raised.
         """
@@ -135,21 +136,22 @@ class Plan:
 
     # ---- the calls
 
-    def _known_of(self, kept: list[Known]) -> Known:
-        """What is kept of a backward with the same calls, or a new entry in ``kept``."""
+    def _known_of(self, kept: list[Known], exchanges: bool) -> Known:
+        """What ``kept`` has of a backward with the same calls, or a new entry; ``exchanges``: ranks compare it."""
         segments = {-1: -1}  # by their numbers, which grow, to 0, 1, ...
         key = (
             [[ref(call.unit) for call in one.calls] for one in self.passes],
             [segments.setdefault(call.segment, len(segments) - 1) for call in self.calls],
             [one.events for one in self.passes],
             [one.is_common for one in self.passes],
-            [(ref(root), root.is_common) for root in self.roots],
+            [ref(root) for root in self.roots],
+            exchanges,
         )
-        found = next((one for one in kept if one.key == key), None) or self._new_known(key, segments)
+        found = next((one for one in kept if one.key == key), None) or self._new_known(key, segments, exchanges)
         kept[:] = [found, *(one for one in kept if one is not found)][:_MAX_KEPT]
         return found
 
-    def _new_known(self, key: Any, segments: dict[int, int]) -> Known:
+    def _new_known(self, key: Any, segments: dict[int, int], exchanges: bool) -> Known:
         made = Known(key)
         for forward, one in enumerate(self.passes):
             start = len(made.places)
@@ -159,15 +161,14 @@ class Plan:
             for event in one.events:
                 if one.calls[event if event >= 0 else ~event].unit.has_shards:
                     made.events.append(event + start if event >= 0 else event - start)
-        comms = [comm for root in self.roots if root.is_common for comm in root.comms]
-        made.peers = [self._peers_of(comm, made) for comm in dict.fromkeys(comms) if comm.peers]
+        comms = self._first.comms if exchanges else ()
+        made.peers = [self._peers_of(comm, made) for comm in comms if comm.peers]
         return made
 
     def _peers_of(self, comm: Communicator, made: Known) -> Peers:
         talking = {self.number[unit] for unit in self.units if comm in (unit.comm, unit.replicas) and unit.has_shards}
         parts = [part for unit, _, part in self.leaves if self.number[unit] in talking]
         questions = [leaf for part in parts for leaf in range(part.start, part.stop)]
-        passes, calls = self._num_leaves, self._num_leaves + len(self.passes)  # where their questions begin
         numbers = [len(questions)]
         forwards: dict[int, int] = {}
         segments = {-1: -1}
@@ -176,10 +177,9 @@ class Plan:
             unit, forward, segment = made.places[call]
             if unit in talking and self.passes[forward].is_common:
                 if event >= 0:
-                    questions.append(calls + call)
+                    questions.append(self._num_leaves + call)
                 place = segments.setdefault(segment, len(segments))
                 numbers += [unit if event >= 0 else ~unit, place, forwards.setdefault(forward, len(forwards))]
-        questions += [passes + forward for forward in forwards]
         return Peers(comm, np.array(questions, np.int64), _hash(numbers))
 
     def _digest(self, peers: Peers) -> int:
@@ -199,7 +199,6 @@ class Plan:
         between its inner calls; one that cannot be seen, if that around it is; and all of a checkpoint that runs again.
         """
         own, calls, places, segments = self.own, self.calls, self.known.places, self.segments
-        lives = self.answers[self._num_leaves :]
         unsure = {unit for unit, one, part in self.leaves if one.line.numel and 0 in self.answers[part]}
         assumed: set[Unit] = set()  # units with a part of the graph that does not exist yet
         for index in range(len(calls) - 1, -1, -1):  # inner calls before those around them
@@ -209,7 +208,7 @@ class Plan:
                 own[index] = 1
                 if call.unit in unsure and hooks.makes_graphs():
                     assumed.add(call.unit)
-            elif call.sight is Sight.LEAVES and lives[places[index].forward] and any(map(reaches, call.unit.nodes)):
+            elif call.sight is Sight.LEAVES and any(map(reaches, call.unit.nodes)):
                 own[index] = 1
                 self.unseen.add(call.unit)
             if own[index]:
@@ -243,7 +242,7 @@ class Plan:
             owed[number[unit]] |= 1 in self.answers[part]
         held = resident or bytes(map(holds_for_all, self.units))
         stays = [here or not unit.unshard_in_backward for here, unit in zip(held, self.units, strict=True)]
-        reached = self.answers[self._num_leaves + len(self.passes) :]
+        reached = self.answers[self._num_leaves :]
         inputs = reached, stays, owed, list(map(self._rule, self.units))
         if known.inputs != inputs:
             known.schedule, known.inputs = build(known.events, known.places, *inputs), inputs
@@ -272,11 +271,6 @@ class Plan:
             named if named or prefetch is None else None,
         )
 
-    def alive(self) -> list[Pass[Unit]]:
-        """The passes that another backward may reach."""
-        lives = self.answers[self._num_leaves :]
-        return [one for one, is_alive in zip(self.passes, lives, strict=False) if is_alive]
-
     def agree_on_leaves(self) -> bytearray:
         """Which parameters have received gradients on any rank, after the backward. **Collective.**"""
         found = bytearray()
@@ -289,27 +283,27 @@ class Plan:
 
 def agree_on_plan(
     passes: Sequence[Pass[Unit]],
+    kept: Sequence[Pass[Unit]],
     first: Any,
     is_restricted: bool = False,
-    kept: Sequence[Pass[Unit]] = (),
     resident: bytes = b"",
     begin: Callable[[], None] | None = None,
 ) -> Plan:
     """Plan a backward of ``passes``, which has reached the model ``first``, with the other ranks. **Collective.**
 
-    ``is_restricted``: the backward computes only some gradients. ``kept``: all passes that other ranks may still reach.
-    ``resident``: for each unit, whether all ranks hold it gathered, if this one does not know. ``begin``: is called
-    first, and may raise.
+    ``kept``: also those that have ended on this rank, and that others may reach. ``is_restricted``: the backward
+    computes only some gradients. ``resident``: for each unit, whether all ranks hold it gathered, if this one does not
+    know. ``begin``: is called first, and may raise.
 
     Raises:
         RanksDisagreeError: on every rank, if they have run different things.
         FairshardError: on every rank, if any has a problem.
     """
-    plan, problem = _planned(passes, first, is_restricted, begin)
+    plan, problem = _planned(passes, kept, first, is_restricted, begin)
     if plan.agree(problem):
         plan.ended = kept
     else:
-        plan, problem = _planned(plan.reached_passes(kept), first, is_restricted, None)
+        plan, problem = _planned(plan.reached_passes(kept), kept, first, is_restricted)
         if not plan.agree(problem):
             raise plan.roots[0].difference()
     plan.conclude(resident)
@@ -317,8 +311,9 @@ def agree_on_plan(
 
 
 def _planned(
-    passes: Sequence[Pass[Unit]], first: Any, is_restricted: bool, begin: Callable[[], None] | None
-) -> tuple[Plan, Exception | None]:
+    passes: Sequence[Pass[Unit]], kept: Sequence[Pass[Unit]], first: Any, is_restricted: bool,
+    begin: Callable[[], None] | None = None,
+) -> tuple[Plan, Exception | None]:  # fmt: skip
     """The answers of this rank, and why it cannot begin."""
     problem = None
     try:
@@ -329,7 +324,7 @@ def _planned(
                 unit.read_settings()
     except Exception as error:
         problem = error
-    return Plan(passes, first, is_restricted), problem
+    return Plan(passes, kept, first, is_restricted), problem
 
 
 def roots_of(passes: Sequence[Pass[Unit]], first: Any) -> list[Any]:

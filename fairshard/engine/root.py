@@ -265,9 +265,8 @@ class Engine:
         if self._running is not None:  # inside of a forward
             self._keep(self._running.cut())
         kept = [one for one in self.passes if first.join is None or one.goes_only_through(first.units)]
-        is_open = first.join is None and first.is_common  # then those that ended here may await other ranks
-        passes = [one for one in kept if one.is_alive] if is_open else kept
-        plan = agree_on_plan(passes, first, is_restricted, kept, begin=lambda: first.told.backward_begins(passes))
+        passes = [one for one in kept if one.is_alive]
+        plan = agree_on_plan(passes, kept, first, is_restricted, begin=lambda: first.told.backward_begins(passes))
         backward = Backward(plan, self.backward, self._end_backward)
         self._set_backward(backward, plan)
         for root in plan.reached[1:]:
@@ -298,7 +297,7 @@ class Engine:
 
         ``resident``: for each unit, whether the ranks that compute hold it gathered.
         """
-        plan = agree_on_plan(passes, root, kept=passes, resident=resident)
+        plan = agree_on_plan(passes, passes, root, resident=resident)
         backward = Backward(plan)
         self._set_backward(backward, plan)
         try:

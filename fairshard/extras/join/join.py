@@ -155,9 +155,10 @@ class Join(Observer):
         )  # fmt: skip
         self._divide()
 
-    def _described(self, passes: Sequence[Pass[Unit]]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """For each pass, its events, and the unit and checkpoint of each call."""
-        return [(one.events, [(self._units[call.unit], call.segment) for call in one.calls]) for one in passes]
+    def _described(self, passes: Sequence[Pass[Unit]]) -> list[tuple[int, list[int], list[tuple[int, int]]]]:
+        """For each pass, its number and events, and the unit and checkpoint of each call."""
+        units = self._units
+        return [(one.number, one.events, [(units[call.unit], call.segment) for call in one.calls]) for one in passes]
 
     def backward_ends(self, is_reached: bool, reduces: bool) -> None:
         """A backward is over; if some ranks have not computed it, ranks cannot compare what they have run."""
@@ -284,13 +285,14 @@ class Join(Observer):
             action()
 
     def _join_backward(
-        self, described: list[tuple[list[int], list[tuple[int, int]]]], syncs: list[bool], resident: bytes
+        self, described: list[tuple[int, list[int], list[tuple[int, int]]]], syncs: list[bool], resident: bytes
     ) -> Callable[[], object]:
         units = self._root.units
         passes = []
-        for events, calls in described:
+        for number, events, calls in described:
             one = Pass[Unit]()
-            one.calls, one.events = [CallRecord(units[number], segment) for number, segment in calls], events
+            one.number = number
+            one.calls, one.events = [CallRecord(units[unit], segment) for unit, segment in calls], events
             passes.append(one)
         return partial(self._follow_backward, passes, syncs, resident)
 
