@@ -30,6 +30,7 @@ class LeafWrites(Observer):
         self._slots = {unit: [slot for flat_param in unit.flat_params for slot in flat_param.slots] for unit in units}
         self._plain = {unit for unit, slots in self._slots.items() if all(type(slot) is ParamSlot for slot in slots)}
         self._noted: dict[Unit, list[int]] = {}
+        self._assigned: dict[Unit, list[int]] = {}  # addresses of which the user has been warned
 
     @staticmethod
     def of(root: Root) -> LeafWrites:
@@ -62,6 +63,7 @@ class LeafWrites(Observer):
     def note(self, unit: Unit) -> None:
         """Look for writes to the leaves of ``unit`` from now on."""
         self._noted[unit] = list(map(_VERSION, self._slots[unit]))
+        self._assigned.pop(unit, None)
 
     def written(self, unit: Unit) -> str | None:
         """The name of a leaf that was written to in place since `note`, or whose ``.data`` was assigned, if any."""
@@ -69,17 +71,20 @@ class LeafWrites(Observer):
         if not unit.registered.are_leaves or noted is None:
             return None
         views = [view for flat_param in unit.flat_params for view in flat_param.gathered.views]
-        if list(map(_VERSION, slots)) == noted:
-            if unit in self._plain:
-                leaves = list(map(Tensor.data_ptr, map(_LEAF, slots)))
-            else:
-                leaves = [_address(slot, view) for slot, view in zip(slots, views, strict=True)]
-            if leaves == list(map(Tensor.data_ptr, views)):
-                return None
-        for slot, view, version in zip(slots, views, noted, strict=True):
-            if slot.leaf._version != version or _address(slot, view) != view.data_ptr():
-                return slot.fqn
-        return None
+        versions, leaves, shown = list(map(_VERSION, slots)), self._addresses(unit), list(map(Tensor.data_ptr, views))
+        if versions == noted and (leaves == shown or leaves == self._assigned.get(unit)):
+            return None
+        pairs = zip([*zip(versions, leaves, strict=True)], [*zip(noted, shown, strict=True)], strict=True)
+        return next(slot.fqn for slot, (now, before) in zip(slots, pairs, strict=True) if now != before)
+
+    def _addresses(self, unit: Unit) -> list[int]:
+        """Where the leaves lie; a tensor subclass has its own memory: of such a leaf, where its values do."""
+        slots = self._slots[unit]
+        if unit in self._plain:
+            return list(map(Tensor.data_ptr, map(_LEAF, slots)))
+        views = [view for flat_param in unit.flat_params for view in flat_param.gathered.views]
+        pairs = zip(slots, views, strict=True)
+        return [(view if isinstance(slot, ExtendedSlot) else slot.values).data_ptr() for slot, view in pairs]
 
     def warn(self, unit: Unit) -> None:
         """Warn of writes to parameters that the user has gathered and that the shards do not hold, then forget them."""
@@ -92,11 +97,7 @@ class LeafWrites(Observer):
                 stacklevel=level_of_user(),
             )
         self.note(unit)
-
-
-def _address(slot: ParamSlot, view: Tensor) -> int:
-    """Where the leaf of ``slot`` lies; not known of a tensor subclass, which has its own memory: that of ``view``."""
-    return (view if isinstance(slot, ExtendedSlot) else slot.values).data_ptr()
+        self._assigned[unit] = self._addresses(unit)
 
 
 def show(unit: Unit) -> None:

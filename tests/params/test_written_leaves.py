@@ -154,6 +154,23 @@ def test_a_lost_write_to_a_unit_that_the_user_gathered_warns():
         assert not lost_writes(lambda: model(randn(3, 4)).sum().backward())
 
 
+@on_ranks(2)
+def test_a_unit_that_the_user_gathered_computes_with_assigned_memory():
+    """The forward warns that the change is lost, and raises nothing; the next one has the weights of the shards."""
+    model = build(lambda: nn.Linear(4, 4), "fully_shard")
+    before = model(randn(3, 4))
+    before.sum().backward()
+    model.unshard()
+    model[1].bias.data = torch.full_like(model[1].bias, 9.0)
+    model[1].weight.data = torch.zeros_like(model[1].weight)
+    outputs = []
+    model[1].register_forward_hook(lambda _module, _args, output: outputs.append(output.detach().clone()))
+    with torch.no_grad():
+        assert len(lost_writes(lambda: model(randn(3, 4)))) == 1
+        assert outputs[0].eq(9.0).all()
+        assert torch.equal(model(randn(3, 4)), before)
+
+
 @on_ranks(1, 2)
 @DOORS
 def test_steps_that_write_to_shards_do_not_warn(door):

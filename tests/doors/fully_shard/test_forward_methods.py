@@ -233,3 +233,20 @@ def test_arguments():
     wrapped.encode(randn(2, 6))
     assert isinstance(model, FSDPModule)
     assert type(model) is type(copy.deepcopy(model))
+
+
+@on_ranks(1)
+def test_methods_that_are_replaced_on_the_class():
+    """Sharded instances, old and new, run the methods that their class has now."""
+
+    class Other(Coder):
+        pass
+
+    plain, old = Other(), shard(Other())
+    x = randn(3, 6)
+    assert torch.equal(old(x), plain(x))
+    Other.forward = lambda self, x: self.decode(self.encode(x)["code"]) + 1
+    Other.both = lambda self, x: self(x) * 2
+    for model in (old, shard(Other())):
+        assert torch.equal(model(x), plain(x))
+        assert torch.equal(model.both(x), plain.both(x))

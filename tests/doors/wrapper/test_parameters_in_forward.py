@@ -255,7 +255,7 @@ def test_a_recomputation_sees_the_same(door, use_reentrant, where, more):
 def await_end_of_task(model):
     """Wait until autograd's thread for the device has let go of the task of a backward that raised."""
     roots = [unit.root for _, unit in units_below(model) if unit.root is not None]
-    while any((backward := root.engine.backward) is not None and backward.task() is not None for root in roots):
+    while any(root.backward is not None and root.backward.task() is not None for root in roots):
         time.sleep(0.001)
 
 

@@ -73,7 +73,8 @@ def explaining_methods(original: type[nn.Module]) -> dict[str, Any]:
 def _explaining(name: str, function: FunctionType) -> Callable[..., Any]:
     @not_traced  # if it starts a graph, the frame of `function` does: each function has compiled code of its own
     @functools.wraps(function)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        function = getattr(self._fairshard_class, name)  # as it is now: users may replace methods of their classes
         if name in CURES and (unit := unit_of(self)) is not None:
             return refusing(unit, self, name, functools.partial(function, self))(*args, **kwargs)
         try:
