@@ -5,10 +5,9 @@ from fairshard.extras.observe.timeline import (
     Overlap,
     bars,
     draw_timeline,
-    gathered_bytes,
     overlap,
     timeline,
     write_trace,
 )
 
-__all__ = ["Bar", "Overlap", "bars", "draw_timeline", "gathered_bytes", "overlap", "timeline", "write_trace"]
+__all__ = ["Bar", "Overlap", "bars", "draw_timeline", "overlap", "timeline", "write_trace"]

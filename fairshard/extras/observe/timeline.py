@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,20 +23,24 @@ from typing import Any
 
 from torch import nn
 
-from fairshard.engine.tree import units_below
 from fairshard.extras.observe.observer import observe
 from fairshard.extras.observe.unit_event import END, UnitEvent
 from fairshard.setup.arguments import units_to
 from fairshard.utils.collectives import gather_objects
-from fairshard.utils.device import memory_allocated
 from fairshard.utils.groups import host_group
-from fairshard.utils.streams import is_asynchronous
 
 LANES = ("compute", "gather", "reduce", "copy", "optimizer")
 
 _WAITS = {"unshard_wait": "wait for gather", "reduce_wait": "wait for reduce", "copy_wait": "wait for copy"}
 _ON_COMPUTE = {"forward": "forward", "backward": "backward", "write_grads": "write gradients", **_WAITS}
-_ALONE = {"copy_to_host": ("copy", "copy to host"), "optimizer_step": ("optimizer", "optimizer step")}
+_BESIDE = {
+    "unshard": ("gather", "gather"),
+    "reduce": ("reduce", "reduce"),
+    "copy_to_host": ("copy", "copy to host"),
+    "optimizer_step": ("optimizer", "optimizer step"),
+}
+"""The lane and the kind of bars that compute goes on beside, by the event that begins them."""
+_ENDS = {name + END: name for name in _BESIDE} | {"unshard_wait" + END: "unshard", "reshard": "unshard"}
 _COLORS = {
     "forward": "#3f6fb5",
     "backward": "#5d9c8b",
@@ -47,7 +51,6 @@ _COLORS = {
     "copy to host": "#7a6a5c",
     "optimizer step": "#4a4a4a",
 }
-_RANKS = ("#3f6fb5", "#e0a63b", "#5d9c8b", "#c8553d", "#9b7bb8", "#7a6a5c", "#2e2e2e", "#d98cb3")
 _COMMUNICATION = ("gather", "reduce", "copy")
 _INCHES = 10.0
 _LETTER = 0.0078  # of the whole width, per letter: a bar too narrow for its name has a shorter one, or none
@@ -70,9 +73,8 @@ class Bar:
 def timeline(model: nn.Module, *paths: Path | str, title: str = "") -> Iterator[None]:
     """Observe ``model`` in the block; rank 0 then writes the timeline of all ranks to each path. **Collective.**
 
-    A path that ends in ``.json`` gets Chrome's trace, any other a picture with the memory of each rank over time: that
-    of tensors on an accelerator, on the CPU that of gathered weights (`write_trace`, `draw_timeline`). Their folders
-    must exist. Ranks may have different clocks: each counts time from when it has heard from all others::
+    A path that ends in ``.json`` gets Chrome's trace (`write_trace`), any other a picture (`draw_timeline`). Their
+    folders must exist. Ranks may have different clocks: each counts time from when it has heard from all others::
 
         with fairshard.timeline(model, "step.png", "step.json"):
             model(inputs).sum().backward()
@@ -81,48 +83,27 @@ def timeline(model: nn.Module, *paths: Path | str, title: str = "") -> Iterator[
         TypeError: ``model`` is no module.
         ValueError: ``model`` contains no unit; on every rank, if a folder does not exist on rank 0.
     """
-    units_to("to be observed", model, "Shard it first.")
+    unit = units_to("to be observed", model, "Shard it first.")[0]
     group = host_group()
     missing = gather_objects([str(Path(path).parent) for path in paths if not Path(path).parent.is_dir()], group)[0]
     if missing:
         raise ValueError(f"The folder of a timeline must exist, but {missing[0]} does not (rank 0). Make it first.")
     start = time.perf_counter()
     events: list[UnitEvent] = []
-    memory: list[tuple[float, int]] = []
-    lines = [(fqn, unit, flat_param) for fqn, unit in units_below(model) for flat_param in unit.flat_params]
-
-    def note(event: UnitEvent) -> None:
-        events.append(event)
-        device = lines[0][2].compute_device
-        if is_asynchronous(device):
-            memory.append((event.time - start, memory_allocated(device)))
-
-    with observe(model, note):
+    with observe(model, events.append):
         yield
-    own = [event._replace(time=event.time - start) for event in events]
-    label = "memory of tensors"
-    if not memory:  # a process keeps what it has freed
-        label = "gathered weights"
-        nbytes_of: dict[str, int] = {}
-        for fqn, unit, flat_param in lines:
-            nbytes = flat_param.line.layout.padded_numel * flat_param.compute_dtype_under(unit.rule).itemsize
-            nbytes_of[fqn] = nbytes_of.get(fqn, 0) + nbytes
-        memory = gathered_bytes(own, nbytes_of)
-    by_rank = gather_objects((own, memory), group)
+    by_rank = gather_objects([event._replace(time=event.time - start) for event in events], group)
+    waits_show = unit.root is not None and not unit.root.shared.is_asynchronous
     for path in map(Path, paths) if group is None or group.rank() == 0 else ():
-        each = [events for events, _ in by_rank]
         if path.suffix == ".json":
-            write_trace(path, each)
+            write_trace(path, by_rank)
         else:
-            memories = [memory for _, memory in by_rank]
-            draw_timeline(path, each, title, memories, label, headline=label == "gathered weights")
+            draw_timeline(path, by_rank, title, headline=waits_show)
 
 
 def bars(events: Sequence[UnitEvent]) -> list[Bar]:
     """Bars of the events of one rank, sorted by start; an interval without an end lasts until the last event."""
-    found = sorted(
-        [*_compute_bars(events), *_paired_bars(events), *_gather_bars(events)], key=lambda bar: (bar.start, bar.end)
-    )
+    found = sorted([*_compute_bars(events), *_bars_beside(events)], key=lambda bar: (bar.start, bar.end))
     ends: dict[str, list[float]] = {lane: [] for lane in LANES}
     placed = []
     for bar in found:
@@ -141,7 +122,7 @@ def write_trace(path: Path, by_rank: Sequence[Sequence[UnitEvent]]) -> None:
     entries: list[dict[str, Any]] = []
     for rank, events in enumerate(by_rank):
         shown = bars(events)
-        threads = {place: number for number, place in enumerate(_rows([shown]))}
+        threads = {place: number for number, place in enumerate(_rows(shown))}
         entries.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
         for (lane, row), number in threads.items():
             place = {"ph": "M", "pid": rank, "tid": number}
@@ -187,58 +168,23 @@ def overlap(shown: Sequence[Bar]) -> Overlap:
     return Overlap(sum(end - start for start, end in on_way), both)
 
 
-def gathered_bytes(events: Sequence[UnitEvent], nbytes_of: Mapping[str, int]) -> list[tuple[float, int]]:
-    """``(time, bytes)`` of whole weights in memory after each gather is issued and each unit is freed, by one rank.
-
-    ``nbytes_of`` maps the name of a unit to its size while gathered. Units that are freed before they are gathered
-    were there from the start.
-    """
-    first: dict[str, str] = {}
-    for event in events:
-        if event.event in ("unshard", "reshard"):
-            first.setdefault(event.fqn, event.event)
-    here = {fqn for fqn, event in first.items() if event == "reshard"}
-    found = [(events[0].time if events else 0.0, sum(nbytes_of.get(fqn, 0) for fqn in here))]
-    for event in events:
-        if event.event in ("unshard", "reshard"):
-            (here.add if event.event == "unshard" else here.discard)(event.fqn)
-            found.append((event.time, sum(nbytes_of.get(fqn, 0) for fqn in here)))
-    if events:
-        found.append((events[-1].time, found[-1][1]))
-    return found
-
-
-def draw_timeline(
-    path: Path,
-    by_rank: Sequence[Sequence[UnitEvent]],
-    title: str,
-    memory: Sequence[Sequence[tuple[float, int]]] = (),
-    memory_label: str = "gathered weights",
-    headline: bool = True,
-) -> None:
+def draw_timeline(path: Path, by_rank: Sequence[Sequence[UnitEvent]], title: str, headline: bool = True) -> None:
     """Draw the events of every rank into a PNG, one rank below the other. Needs matplotlib (``fairshard[cli]``).
 
-    Args:
-        memory: ``(time, bytes)`` of each rank, drawn below; see `gathered_bytes`.
-        memory_label: what these bytes are.
-        headline: say how much communication is hidden. Pass False for events of an accelerator; see `overlap`.
+    ``headline``: say how much communication is hidden. Pass False for events of an accelerator; see `overlap`.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     shown = [bars(events) for events in by_rank]
-    places = [(rank, *place) for rank, one in enumerate(shown) for place in _rows([one])]
+    places = [(rank, *place) for rank, one in enumerate(shown) for place in _rows(one)]
     heights = {place: number + 0.6 * place[0] for number, place in enumerate(places)}  # a gap between ranks
     span = max((bar.end for one in shown for bar in one), default=0.0) * 1e3
     bottom = max(heights.values(), default=0.0)
-    tall = 0.3 * (bottom + 1.4)
-    has_memory = any(memory)
-    figure = Figure(figsize=(_INCHES, 1.9 + tall + 1.5 * has_memory), dpi=120, layout="constrained")
+    figure = Figure(figsize=(_INCHES, 2.3 + 0.3 * bottom), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    axes, *below = figure.subplots(
-        1 + has_memory, sharex=True, squeeze=False, height_ratios=[tall, 1.4] if has_memory else None
-    )[:, 0]
+    axes = figure.subplots()
     for rank, one in enumerate(shown):
         for bar in one:
             height = heights[rank, bar.lane, bar.row]
@@ -247,50 +193,26 @@ def draw_timeline(
             edge = "white" if width > _THIN * span else color
             axes.broken_barh([(start, width)], (height - 0.42, 0.84), facecolor=color, edgecolor=edge, linewidth=0.4)
             name = "" if bar.kind in _WAITS.values() else _fitting(bar.fqn, width / span)
-            if name:
-                ink = "black" if bar.kind == "gather" else "white"
-                axes.text(start + width / 2, height, name, ha="center", va="center", fontsize=8.5, color=ink)
+            ink = "black" if bar.kind == "gather" else "white"
+            axes.text(start + width / 2, height, name, ha="center", va="center", fontsize=8.5, color=ink)
     axes.set_yticks(list(heights.values()), [_row_label(place) for place in heights], fontsize=10)
     axes.set_ylim(bottom + 0.7, -0.7)
     axes.set_xlim(0, 1.01 * span or 1)  # room for the last bar, which is thin
     axes.tick_params(axis="y", length=0)
-    if has_memory:
-        _draw_memory(below[0], memory, memory_label)
-    last = below[0] if below else axes
-    last.set_xlabel("ms", fontsize=10)
-    for each in (axes, *below):
-        each.spines[["top", "right"]].set_visible(False)
-    found = [overlap(one) for one in shown if one]
+    axes.set_xlabel("ms", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    found = [(overlap(one), rank) for rank, one in enumerate(shown) if one]
     if headline and found:
-        hidden = min(found, key=lambda each: each.hidden)
-        rank = [overlap(one) for one in shown].index(hidden)
-        figure.suptitle(f"{hidden.hidden:.0%} of communication hidden", x=0.01, ha="left", fontsize=17, weight="bold")
-        waited, on_way = _ms_text(hidden.waited), _ms_text(hidden.on_way)
+        least, rank = min(found, key=lambda each: each[0].hidden)
+        figure.suptitle(f"{least.hidden:.0%} of communication hidden", x=0.01, ha="left", fontsize=17, weight="bold")
+        waited, on_way = _ms_text(least.waited), _ms_text(least.on_way)
         title += f"\nrank {rank} waited {waited} ms of the {on_way} ms with a gather, reduction or copy under way"
     axes.set_title(title, loc="left", fontsize=11)
     seen = {bar.kind for one in shown for bar in one}
-    kinds = [kind for kind in _COLORS if kind in seen and kind not in _WAITS.values()]
-    patches = [Patch(color=_COLORS[kind], label=kind) for kind in kinds]
-    if seen & set(_WAITS.values()):
-        patches.append(Patch(color=_COLORS[_WAITS["unshard_wait"]], label="wait"))
-    figure.legend(handles=patches, loc="outside lower center", ncols=8, frameon=False, fontsize=10)
+    labels = {kind: "wait" if kind in _WAITS.values() else kind for kind in _COLORS if kind in seen}
+    patches = {label: Patch(color=_COLORS[kind], label=label) for kind, label in labels.items()}
+    figure.legend(handles=[*patches.values()], loc="outside lower center", ncols=8, frameon=False, fontsize=10)
     figure.savefig(path)
-
-
-def _draw_memory(axes: Any, memory: Sequence[Sequence[tuple[float, int]]], label: str) -> None:
-    """Memory over time: of every rank, or of the first and the last where there are more than colors."""
-    picked = range(len(memory)) if len(memory) <= len(_RANKS) else (0, len(memory) - 1)
-    for rank, color in zip(picked, _RANKS, strict=False):
-        times, sizes = [1e3 * time for time, _ in memory[rank]], [nbytes / 1e6 for _, nbytes in memory[rank]]
-        axes.step(times, sizes, where="post", color=color, linewidth=1.8, alpha=0.85, label=f"rank {rank}")
-    axes.set_ylabel("MB", fontsize=10)
-    axes.set_ylim(bottom=0)
-    axes.set_title(label, loc="left", fontsize=11)
-    # Beside the title: inside, it would cover the lines.
-    axes.legend(
-        frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(_RANKS), borderaxespad=0.2
-    )
-    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
 
 
 def _ms_text(seconds: float) -> str:
@@ -350,35 +272,24 @@ def _compute_bars(events: Sequence[UnitEvent]) -> Iterator[Bar]:
         yield from work.cut(events[-1].time)
 
 
-def _paired_bars(events: Sequence[UnitEvent]) -> Iterator[Bar]:
-    """Bars of reductions, copies and steps; bars of the same name end in the order in which they began."""
-    kinds = {**_ALONE, "reduce": ("reduce", "reduce")}
+def _bars_beside(events: Sequence[UnitEvent]) -> Iterator[Bar]:
+    """Bars of gathers, reductions, copies and steps; those of one name end in the order in which they began."""
     begun: dict[tuple[str, str], list[float]] = {}
     for event in events:
-        name = event.event.removesuffix(END)
-        if name in kinds and not event.event.endswith(END):
-            begun.setdefault((name, event.fqn), []).append(event.time)
-        elif name in kinds and begun.get((name, event.fqn)):
-            yield Bar(kinds[name][0], 0, kinds[name][1], event.fqn, begun[name, event.fqn].pop(0), event.time)
+        if event.event in _BESIDE:
+            begun.setdefault((event.event, event.fqn), []).append(event.time)
+        name = _ENDS.get(event.event, "")
+        if begun.get((name, event.fqn)):
+            lane, kind = _BESIDE[name]
+            yield Bar(lane, 0, kind, event.fqn, begun[name, event.fqn].pop(0), event.time)
     for (name, fqn), starts in begun.items():
-        for start in starts:
-            yield Bar(kinds[name][0], 0, kinds[name][1], fqn, start, events[-1].time)
+        lane, kind = _BESIDE[name]
+        yield from (Bar(lane, 0, kind, fqn, start, events[-1].time) for start in starts)
 
 
-def _gather_bars(events: Sequence[UnitEvent]) -> Iterator[Bar]:
-    begun: dict[str, float] = {}
-    for event in events:
-        if event.event == "unshard":
-            begun[event.fqn] = event.time
-        elif event.event in ("unshard_wait" + END, "reshard") and event.fqn in begun:
-            yield Bar("gather", 0, "gather", event.fqn, begun.pop(event.fqn), event.time)
-    for fqn, start in begun.items():
-        yield Bar("gather", 0, "gather", fqn, start, events[-1].time)
-
-
-def _rows(shown: Sequence[Sequence[Bar]]) -> list[tuple[str, int]]:
+def _rows(shown: Sequence[Bar]) -> list[tuple[str, int]]:
     """``(lane, row)`` of all bars, in the order of `LANES`."""
-    places = {(bar.lane, bar.row) for one in shown for bar in one}
+    places = {(bar.lane, bar.row) for bar in shown}
     return sorted(places, key=lambda place: (LANES.index(place[0]), place[1]))
 
 
