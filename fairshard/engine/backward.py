@@ -192,8 +192,8 @@ class Backward:
                     unit.end_backward(awaited=not root.is_last_backward and not self.lists(unit))
             root.finish_grads()
         if found is not None:
-            for unit, flat_param, part in self.plan.leaves:
-                if 1 in flat_param.reached and unit.sync:
+            for _, flat_param, part in self.plan.leaves:
+                if 1 in flat_param.reached:
                     flat_param.grad.retract(found[part])  # zeros of parameters that no rank has reached after all
 
     def abandon(self) -> None:

@@ -51,7 +51,7 @@ class FlatParam:
         tag_id, uses: identify each gather; see `exchange_tag`.
         nodes: the graph nodes of the leaves; None for those not trained.
         reached: for each parameter 1 if the running backward gives it a gradient on any rank, or one is pending.
-        contributed: parameters of which this rank has sent gradients in this backward.
+        contributed: parameters of which this rank has sent or kept gradients in this backward.
         keeps_sums: sums wait for those over replicas.
         part: what a few ranks keep of the line between forward and backward; None: not configured.
     """
@@ -395,6 +395,7 @@ class FlatParam:
         Faces show placeholders, also on ranks that have no gradients of their own.
         """
         pending = self.grad.pending_of(len(self.slots))
+        self.contributed[:] = [slot.leaf.grad is not None for slot in self.slots]
         self._keep_grads(pending)
         pending.show(self.reached)
 

@@ -36,6 +36,7 @@ class PendingGrads:
         shard_sum: the sum ``[S]`` over the ranks of the shard, in fp32 or wider.
         in_shard_sum: for each leaf, 1 if any rank has a part in `shard_sum`.
         lost: faces whose gradients an exception has left incomplete; what they get later is dropped.
+        created: faces that the last `show` has covered.
     """
 
     def __init__(self, faces: Any, num_leaves: int) -> None:
@@ -46,6 +47,7 @@ class PendingGrads:
         self.in_shard_sum = bytearray(num_leaves)
         self.lost: set[int] = set()
         self.covers: dict[int, _Cover] = {}
+        self.created: set[int] = set()
 
     # ---- faces
 
@@ -81,9 +83,16 @@ class PendingGrads:
 
     def show(self, reached: bytes) -> None:
         """Show placeholders on the faces of leaves that some rank has ``reached``; the running backward did that."""
-        for face in self._faces_of(reached):
+        self.created = {*self._faces_of(reached)} - self.covers.keys()
+        for face in self.created:
             self._cover(face)
         self.faces.at_stake = reached
+
+    def retract(self, reached: bytes) -> None:
+        """The backward of the last `show` has reached these leaves only: uncover the others that it has covered."""
+        for face in self.created.difference(self._faces_of(reached)):
+            self._drop_sums(face)
+            self._uncover(face)
 
     def kept(self, sends_shard_sum: bool) -> bytes:
         """For each leaf, 1 if a backward must send something of it."""
@@ -104,11 +113,14 @@ class PendingGrads:
 
     def finish(self) -> None:
         """What was sent has arrived: the faces show what they had before, and it is added to that next."""
-        shown = self.faces.shown
+        self.created.clear()
         for face in self.covers.keys() - self.lost:
-            cover = self.covers.pop(face)
-            if shown[face] is cover.placeholder:
-                self.faces.show(face, cover.earlier)
+            self._uncover(face)
+
+    def _uncover(self, face: int) -> None:
+        cover = self.covers.pop(face)
+        if self.faces.shown[face] is cover.placeholder:
+            self.faces.show(face, cover.earlier)
 
     # ---- dropping
 

@@ -92,7 +92,7 @@ class ShardGrad:
         pending: what no backward has reduced yet, or an exception has left incomplete; None: nothing.
         at_stake: for each parameter 1 if the running backward has added to its gradient, or has sent or kept a part of
             it; None: nothing yet.
-        created: for each face 1 if it had no gradient before the last one was added.
+        created: for each face 1 if it had no gradient before this backward added one.
     """
 
     pending: PendingGrads | None = None
@@ -192,9 +192,13 @@ class ShardGrad:
             self.at_stake = reached
 
     def retract(self, reached: bytearray) -> None:
-        """Drop the gradient if the last backward created it but has not ``reached`` any of its parameters."""
-        if 1 in self.created and 1 not in reached:
-            self._set(None)
+        """Drop gradients, and placeholders, that this backward created for parameters that it has not ``reached``."""
+        if self.pending is not None:
+            self.pending.retract(reached)
+            self._drop_if_empty()
+        for face, is_new in enumerate(self.created):
+            if is_new and 1 not in (reached if len(self.created) == 1 else reached[face : face + 1]):
+                self.show(face, None)
 
     def land(self, counts: bool = True) -> None:
         """Wait for all copies and make their gradients visible; ``counts`` as in `GradTransfers.wait`."""
@@ -233,7 +237,7 @@ class ShardGrad:
 
     def begin_backward(self) -> None:
         """A backward begins: what earlier ones have changed cannot be lost any more."""
-        self.at_stake = None
+        self.at_stake, self.created = None, b""
 
     def pending_of(self, num_leaves: int) -> PendingGrads:
         """`pending`, made for ``num_leaves`` leaves if there is nothing yet."""

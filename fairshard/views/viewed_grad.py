@@ -137,12 +137,6 @@ class ViewedGrad(ShardGrad):
         self._show()
         return whole
 
-    def retract(self, reached: bytearray) -> None:
-        """Drop gradients that the last backward created for parameters that it has not ``reached``."""
-        for index, (own, is_new) in enumerate(zip(reached, self.created, strict=False)):
-            if is_new and not own:
-                self.show(index, None)
-
     @torch.no_grad()
     def adopt_assigned(self) -> None:
         """Adopt tensors assigned to ``.data`` of gradients, as ``module._apply`` does."""

@@ -178,6 +178,26 @@ def test_inside_a_checkpoint(door, mode):
     run(door, list(STEPS), mode)
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("door", ["wrapper", *BY_PARAM])
+@pytest.mark.parametrize("name", ["every", "one"])
+def test_what_a_checkpoint_could_have_reached_waits_for_nothing(door, name):
+    """Under ``no_sync``, recomputation shows that parameters have no gradient; others that wait still do."""
+    plain, rank = build("reentrant"), dist.get_rank()
+    wrapped = shard(copy.deepcopy(plain), door)
+    optimizer = decaying(wrapped.parameters())
+    for _ in range(2):
+        take_passes(plain, wrapped, [(False, on_the_last(name)), (False, lambda rank: [])], 0)
+        wrapped.mode = None
+        loss_of(wrapped, 1, [], rank).backward()
+        if door != "wrapper":
+            assert parts_without_grads(wrapped) == parts_without_grads(plain)
+        optimizer.step()
+        wrapped.mode = "reentrant"
+        for model in (plain, wrapped):
+            model.zero_grad()
+
+
 @pytest.mark.pairs
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("door", BY_PARAM)
