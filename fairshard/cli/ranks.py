@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from fairshard.utils.host import visible_cpus
 
 
@@ -23,6 +25,12 @@ class Ranks:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         values = [os.environ.get(name, "") for name in names]
         return cls(*map(int, values)) if all(value.isdecimal() for value in values) else None
+
+    @classmethod
+    def here(cls) -> Ranks:
+        """The place of this process: of the environment, of the default process group, or alone."""
+        alone = cls(dist.get_rank(), dist.get_world_size(), 0, 1) if dist.is_initialized() else cls(0, 1, 0, 1)
+        return cls.from_environment() or alone
 
 
 def default_threads(local_size: int) -> int:

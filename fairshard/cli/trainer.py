@@ -13,13 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fairshard.checkpoint import Checkpointer
 from fairshard.checks.histories import compare_ranks
-from fairshard.cli.metrics import StepMetrics
-from fairshard.cli.options import TrainOptions
+from fairshard.cli.data import Data, Ids
+from fairshard.cli.log import StepMetrics
+from fairshard.cli.model import Sharded
+from fairshard.cli.options import TrainingStopped, TrainOptions
 from fairshard.cli.ranks import Ranks
-from fairshard.cli.sharded import Sharded, TrainingStopped
-from fairshard.cli.text import Ids, Pieces, Text, even_starts, windows
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
 from fairshard.planning.summary import StateBytes, copy_wait_s, state_bytes
 from fairshard.utils.collectives import counters, reset_counters
@@ -57,8 +56,8 @@ class Batches:
     in the data of all of them; each keeps its own rows. Shares differ by one row where the batch does not divide.
     """
 
-    def __init__(self, text: Ids | Pieces, options: TrainOptions, ranks: Ranks, vocab_size: int | None = None) -> None:
-        self._text = text
+    def __init__(self, ids: Ids, options: TrainOptions, ranks: Ranks, vocab_size: int | None = None) -> None:
+        self._ids = ids
         self._vocab_size = vocab_size
         self._options = options
         self._ranks = ranks
@@ -71,10 +70,10 @@ class Batches:
             TrainingStopped: the model does not know a token.
         """
         options = self._options
-        starts = self._generator.integers(0, len(self._text) - options.context, options.batch_size)
+        starts = self._generator.integers(0, len(self._ids) - options.context, options.batch_size)
         passes = np.array_split(starts, options.accumulate)
         share = [np.array_split(part, self._ranks.size)[self._ranks.rank] for part in passes]
-        found = [windows(self._text, part, options.context) for part in share]
+        found = [self._ids.windows(part, options.context) for part in share]
         if self._vocab_size is not None:
             check_known(found, self._vocab_size)
         return found
@@ -86,6 +85,11 @@ class Batches:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from a saved state."""
         self._generator.bit_generator.state = json.loads(saved["generator"])
+
+
+def even_starts(length: int, context: int, count: int = VALIDATION_WINDOWS) -> NDArray[np.int64]:
+    """``count`` starts of windows spread evenly over a text; windows overlap if the text is short."""
+    return np.linspace(0, length - context - 1, count).astype(np.int64)
 
 
 def check_known(batches: list[NDArray[np.int64]], vocab_size: int) -> None:
@@ -109,7 +113,7 @@ class Trainer:
     def __init__(
         self,
         sharded: Sharded,
-        text: Text,
+        data: Data,
         options: TrainOptions,
         ranks: Ranks,
         device: torch.device,
@@ -119,11 +123,11 @@ class Trainer:
         self._options = options
         self._ranks = ranks
         self._device = device
-        self._batches = Batches(text.train, options, ranks, sharded.task.vocab_size)
+        self._batches = Batches(data.train, options, ranks, sharded.task.vocab_size)
         rows = max(1, options.batch_size // (ranks.size * options.accumulate))
-        starts = even_starts(len(text.validation), options.context, VALIDATION_WINDOWS)[ranks.rank :: ranks.size]
+        starts = even_starts(len(data.validation), options.context)[ranks.rank :: ranks.size]
         self._num_validations = -(-len(starts) // rows)
-        own = windows(text.validation, starts if len(starts) else np.zeros(1, np.int64), options.context)
+        own = data.validation.windows(starts if len(starts) else np.zeros(1, np.int64), options.context)
         if sharded.task.vocab_size is not None:
             check_known([own], sharded.task.vocab_size)
         self._validation = [own[first : first + rows] for first in range(0, len(own), rows)]
@@ -170,24 +174,9 @@ class Trainer:
             state_bytes=tuple(int(entry[2]) for entry in by_rank),
         )
 
-    def save(self, checkpointer: Checkpointer, step: int) -> None:
-        """Save the whole state of training, in the background."""
-        checkpointer.save(step, self.model, self._optimizer, scaler=self._scaler, extra=self)
-
-    def copy(self, checkpointer: Checkpointer, step: int) -> None:
-        """Copy the whole state of training to host memory, in the background."""
-        checkpointer.copy_to_memory(step, self.model, self._optimizer, scaler=self._scaler, extra=self)
-
-    def load(self, checkpointer: Checkpointer, step: int | None) -> int:
-        """Load the checkpoint of ``step``, or the newest if None; returns its step, or 0 without a checkpoint.
-
-        Raises:
-            CheckpointError: the checkpoint is damaged, or ``step`` has no checkpoint.
-        """
-        of_all = (self.model, self._optimizer, None, self._scaler, self)
-        if step is None:
-            return checkpointer.load_latest(*of_all) or 0
-        return checkpointer.load_step(step, *of_all)
+    def saved(self) -> tuple[Any, ...]:
+        """What a checkpoint holds, as `Checkpointer.save` and ``load`` take it: all of the state of training."""
+        return self.model, self._optimizer, None, self._scaler, self
 
     def state_dict(self) -> dict[str, Any]:
         """State of the batches and the token count."""

@@ -51,7 +51,7 @@ class PendingGrads:
 
     # ---- faces
 
-    def _faces_of(self, leaves: bytes) -> list[int]:
+    def _faces_of(self, leaves: bytes | bytearray) -> list[int]:
         """The faces of ``leaves`` that are 1, in order."""
         return sorted({face for face, own in zip(self._face_of, leaves, strict=True) if own})
 
@@ -88,7 +88,7 @@ class PendingGrads:
             self._cover(face)
         self.faces.at_stake = reached
 
-    def retract(self, reached: bytes) -> None:
+    def retract(self, reached: bytearray) -> None:
         """The backward of the last `show` has reached these leaves only: uncover the others that it has covered."""
         for face in self.created.difference(self._faces_of(reached)):
             self._drop_sums(face)

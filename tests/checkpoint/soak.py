@@ -29,7 +29,7 @@ from fairshard.checkpoint.memory_folder import memory_left
 from tests.forked import children_of
 
 RANKS = 2
-OPTIONS = "--layers 2 --dim 32 --heads 2 --context 16 --batch-size 4 --eval-every 100 --save-every 50 --memory-every 10"
+OPTIONS = "--layers 2 --dim 32 --heads 2 --context 16 --batch-size 4 --eval-every 100 --save-every 50"
 SETTLED_AFTER = 0.2
 """The part of a life that is not compared: caches fill, and the allocator finds its size."""
 ALLOWED_NBYTES = 1 << 20

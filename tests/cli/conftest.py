@@ -1,5 +1,8 @@
 """A launcher that starts no ranks."""
 
+import logging
+import os
+
 import pytest
 
 from fairshard.cli import launch
@@ -7,7 +10,9 @@ from fairshard.cli import launch
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The calls that would have started ranks."""
+    """The command lines with which ranks would have been started."""
     calls = []
-    monkeypatch.setattr(launch, "elastic_launch", lambda *args: lambda *options: calls.append(options))
-    return calls
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(launch, "elastic_launch", lambda *args: lambda *line: calls.append(line))
+    yield calls
+    logging.disable(logging.NOTSET)

@@ -1,12 +1,14 @@
 """``consolidate``, ``inspect`` and ``import-fairscale``: what they print, and one-line errors."""
 
 import json
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from fairshard.cli.main import build_parser, main
+from fairshard.cli.checkpoints import size_argument
+from fairshard.cli.main import main
 from fairshard.utils.size_text import size_text
 from tests.checkpoint.test_import_fairscale import MODELS, write_shards
 from tests.checkpoint.written import change_byte, poison_metadata, poison_tensor, save_alone, sign
@@ -81,12 +83,11 @@ def test_consolidate_writes_shards_for_hugging_face(root, capfd):
 )
 def test_sizes_have_units(size, nbytes):
     """kB, MB and GB are powers of a thousand, KiB, MiB and GiB of 1024; in any case of letters."""
-    arguments = build_parser().parse_args(["consolidate", ".", "out", "--max-shard-size", size])
-    assert arguments.max_shard_size == nbytes
+    assert size_argument(size) == nbytes
 
 
 BAD = {
-    "no such checkpoint": ("consolidate nowhere out", "nowhere does not exist"),
+    "no such checkpoint": ("consolidate nowhere out", "nowhere must be the folder of a checkpoint"),
     "output that exists": ("consolidate . latest", "latest exists, and is never overwritten"),
     "output below nothing": ("consolidate . a/b", "parent of a/b must be a folder"),
     "unknown format": ("consolidate . out --format gguf", "invalid choice: 'gguf'"),
@@ -96,9 +97,12 @@ BAD = {
     "size without a number": ("consolidate . out --format safetensors --max-shard-size big", "'big'"),
     "size of nothing": ("consolidate . out --format safetensors --max-shard-size 0GB", "but is '0GB'"),
     "size in no unit": ("consolidate . out --format safetensors --max-shard-size 5PB", "but is '5PB'"),
-    "nothing to inspect": ("inspect nowhere", "nowhere does not exist"),
+    "nothing to inspect": ("inspect nowhere", "nowhere must be the folder of a checkpoint"),
     "no shards": ("import-fairscale out", "the following arguments are required"),
-    "no such shard": ("import-fairscale shard_0.pt out", "shard_0.pt does not exist"),
+    "no such shard": (
+        "import-fairscale shard_0.pt out",
+        "shard_0.pt must be a file of fairscale's, but does not exist",
+    ),
     "import into what exists": ("import-fairscale latest config", "config exists"),
     "flag unknown": ("inspect . --yaml", "unrecognized arguments: --yaml. See fairshard inspect --help."),
 }
@@ -158,6 +162,22 @@ def test_a_lost_manifest_names_the_flag_that_reads_on(root, capfd, monkeypatch):
     code, _, err = run("consolidate . out.pt", capfd)
     assert (code, err.endswith("to read this one unchecked, pass --allow-unverified.\n")) == (1, True)
     assert run("consolidate . out.pt --allow-unverified", capfd)[0] == 0
+
+
+def test_names_in_a_checkpoint_cannot_reach_the_terminal(tmp_path, capfd):
+    """`inspect` escapes control characters, lines and surrogates in names of entries."""
+    save_alone(tmp_path / "saved", {"model": {"a\x1b[2J\nb\udcff": torch.ones(2)}})
+    assert main(["inspect", "--all", str(tmp_path / "saved")]) == 0
+    assert r"model.a\x1b[2J\nb\udcff" in capfd.readouterr().out
+
+
+def test_a_protocol_without_its_package_says_which(capfd, monkeypatch):
+    """``s3://`` needs a package of fsspec's: without it the command says so."""
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    assert main(["inspect", "s3://bucket/run"]) == 1
+    err = capfd.readouterr().err
+    assert "s3:// needs a package that is not installed" in err
+    assert err.count("\n") == 1
 
 
 def test_inspect_prints_a_table(root, capfd):

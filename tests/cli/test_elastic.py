@@ -7,51 +7,18 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 import fairshard
-from fairshard.cli.meeting import agreed_name
 
 STEPS = 120
 OPTIONS = (
     "--layers 2 --dim 64 --heads 4 --context 64 --batch-size 33 --accumulate 2 --eval-every 2 --save-every 20 "
     f"--steps {STEPS} --optimizer sgd --lr 0.02 --device cpu --threads 1 --timeout 60"
 ).split()
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_ranks_of_one_attempt_agree_on_a_name_despite_what_earlier_ones_have_left(world_size):
-    """All ranks get the name that rank 0 has drawn, another in each attempt, in whichever order they ask."""
-    store = dist.HashStore()
-    names = []
-    for attempt in range(3):
-        store.set("asked/3", "an attempt that ended before it met")
-        found = {}
-
-        def ask(rank, found=found):
-            found[rank] = agreed_name(store, rank, world_size, 20.0)
-
-        ranks = list(range(world_size))[:: -1 if attempt % 2 else 1]
-        threads = [threading.Thread(target=ask, args=(rank,)) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(found) == list(range(world_size))
-        assert len(set(found.values())) == 1
-        names.append(found[0])
-    assert len(set(names)) == 3
-
-
-def test_ranks_that_do_not_come_are_named():
-    """Rank 0 waits no longer than it was told, and names the ranks that it has waited for."""
-    with pytest.raises(RuntimeError, match=r"Ranks \[1, 2\] of 3 have not started within 0.05 s"):
-        agreed_name(dist.HashStore(), 0, 3, 0.05)
 
 
 def _environment():

@@ -5,6 +5,7 @@ import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,19 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fairshard.cli.chunks import check_length
-from fairshard.cli.factory import parts_of
+from fairshard.cli.data import Data, Ids
 from fairshard.cli.gpt import GPT, Block, GPTConfig
-from fairshard.cli.loop import train
-from fairshard.cli.option_error import OptionError
-from fairshard.cli.options import TrainOptions
+from fairshard.cli.loop import sample, train
+from fairshard.cli.model import blocks, build_model, make_task, parts_of
+from fairshard.cli.options import OptionError, TrainingStopped, TrainOptions
 from fairshard.cli.ranks import Ranks
-from fairshard.cli.sample import sample
-from fairshard.cli.sharded import TrainingStopped, build_model
-from fairshard.cli.task import make_task
-from fairshard.cli.text import Text, plan_text
 from fairshard.cli.trainer import Trainer
-from fairshard.cli.wrapping import blocks
 from fairshard.planning.summary import unit_table
 from tests.cli import own_models
 from tests.cli.test_train import COMMAND, _environment
@@ -41,7 +36,8 @@ LLAMA = {
 
 def _text():
     generator = np.random.default_rng(7)
-    return Text(generator.integers(0, 256, 3000).astype(np.uint8), generator.integers(0, 256, 600).astype(np.uint8))
+    sides = (generator.integers(0, 256, num).astype(np.uint8) for num in (3000, 600))
+    return Data(*(Ids([side]) for side in sides), 1.0)
 
 
 def _trainer(options):
@@ -136,12 +132,14 @@ def test_the_blocks_of_a_model():
 def test_a_model_writes_a_text(door):
     """The ranks call the model equally often; the text begins with that of the validation."""
     options = replace(SMALL, sample=12, engine=door)
-    written = sample(build_model(options, CPU), _text(), options, lambda ids: f"<{len(ids)}>", CPU)
+    written = sample(
+        build_model(options, CPU), _text(), options, SimpleNamespace(decode=lambda ids: f"<{len(ids)}>"), CPU
+    )
     assert written.splitlines()[1:] == ["  <8>|<12>"]
     options = replace(SMALL, layers=4, dim=128, heads=4, factory="tests.cli.own_models:with_loss", sample=2)
     sharded = build_model(options, CPU)
     sharded.model.register_forward_hook(lambda module, args, output: output[:, 0])
-    assert "none: the model's output is not logits" in sample(sharded, _text(), options, str, CPU)
+    assert "none: the model's output is not logits" in sample(sharded, _text(), options, None, CPU)
 
 
 @on_ranks(2)
@@ -179,61 +177,6 @@ def test_a_tokenizer_of_bytes(llama, tmp_path):
         assert loaded.decode(list(text.encode())) == text
 
 
-def test_text_is_cut_by_a_tokenizer_of_the_model(tmp_path):
-    """The files hold the ids of each text, and its end if the tokenizer has one; a second call reads them."""
-    from fairshard.cli.encode import encoded
-
-    (tmp_path / "text").write_text(WORDS * 100)
-    plan = plan_text(tmp_path / "text", 0, 8)
-
-    class Lengths:
-        eos_token_id = 99
-
-        def __call__(self, text, add_special_tokens):
-            assert not add_special_tokens
-            return {"input_ids": [len(word) for word in text.split()]}
-
-        def get_vocab(self):
-            return {"a": 0, "b": 99}
-
-    text = encoded(plan, Lengths(), tmp_path / "tokens", 0, 8)
-    ids = [[len(word) for word in (WORDS * 100)[p.begin : p.end].split()] for p in (*plan.train, *plan.validation)]
-    assert (text.train.tolist(), text.validation.tolist()) == ([*ids[0], 99], [*ids[1], 99])
-    assert text.bytes_per_token == plan.validation_nbytes / (len(ids[1]) + 1)
-    assert encoded(plan, None, tmp_path / "tokens", 0, 8).train.tolist() == text.train.tolist()
-    with pytest.raises(TrainingStopped, match="context of 2000 needs 2001 tokens to train on"):
-        encoded(plan, None, tmp_path / "tokens", 0, 2000)
-
-
-class Pairs:
-    """A tokenizer that takes two bytes a token, and counts how often it is called."""
-
-    eos_token_id = 99
-
-    def __init__(self):
-        self.num_calls = 0
-
-    def __call__(self, text, add_special_tokens):
-        self.num_calls += 1
-        return {"input_ids": [0] * (len(text) // 2)}
-
-
-def test_a_text_must_be_long_enough_in_tokens(tmp_path):
-    """Each side needs context + 1 tokens, its end included; a long text is read no further than that."""
-    line = "x" * 19 + "\n"
-    (tmp_path / "text").write_text(line * 10)  # the last tenth, one line, is 10 tokens and the end
-    plan = plan_text(tmp_path / "text", 0, 11)
-    check_length(plan, Pairs(), 10)
-    with pytest.raises(OptionError, match=r"context of 11 needs 12 tokens to validate on, but .*text leaves 11\."):
-        check_length(plan, Pairs(), 11)
-    with pytest.raises(OptionError, match=r"context of 91 needs 92 tokens to train on, but .*text leaves 91\."):
-        check_length(plan, Pairs(), 91)
-    (tmp_path / "long").write_text(line * 100_000)
-    tokenizer = Pairs()
-    check_length(plan_text(tmp_path / "long", 0, 10), tokenizer, 10)
-    assert tokenizer.num_calls == 2
-
-
 BAD = {
     "another kind of model": ({"model_type": "t5"}, "", "must be a causal language model, but"),
     "a vocabulary too small": ({**LLAMA, "vocab_size": 255}, "", "text needs all 256 bytes, but the model has"),
@@ -244,23 +187,20 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_models_of_transformers_are_exit_2(case, tmp_path, monkeypatch, capfd):
+def test_bad_models_of_transformers_are_exit_2(case, tmp_path, launched, capfd):
     """One line, before any rank starts."""
     pytest.importorskip("transformers")
-    from fairshard.cli import launch
     from fairshard.cli.main import main
 
     config, more, says = BAD[case]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    started = []
-    monkeypatch.setattr(launch, "elastic_launch", lambda *args: lambda *options: started.append(options))
     assert main(["train", "--hf", str(tmp_path), "--context", "16", *more.split()]) == 2
     err = capfd.readouterr().err
     assert says in err.splitlines()[-1]
-    assert not started
+    assert not launched
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert main(["train", "--hf", str(tmp_path), "--context", "16"]) == 0
-    assert len(started) == 1
+    assert len(launched) == 1
 
 
 @on_ranks(2)

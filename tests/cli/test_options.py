@@ -2,54 +2,60 @@
 
 import argparse
 import itertools
+import json
 import math
 import os
 import re
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fairshard.cli import checks, launch, options, rank, train
+from fairshard.cli import launch, loop, options, train
 from fairshard.cli.main import build_parser, main
 from fairshard.cli.options import TrainOptions
 from fairshard.cli.ranks import Ranks
 from fairshard.cli.trainer import learning_rate
 from tests.cli.bad_places import make_bad_places
 
+FORGED = {"layers": "many", "steps": [1], "data": {}, "lr": True}
+
 # The command line, and what the line on stderr must name. ``{tmp}`` is a folder that holds what ``places`` put there.
 BAD = {
-    "data missing": ("--data {tmp}/nowhere", "nowhere does not exist"),
-    "data an empty file": ("--data {tmp}/empty.txt", "empty.txt is empty"),
+    "data missing": ("--data {tmp}/nowhere", "nowhere must be a file or a folder"),
+    "data an empty file": ("--data {tmp}/empty.txt", "empty.txt holds no text"),
     "data an empty folder": ("--data {tmp}/emptydir", "emptydir holds no text"),
-    "data binary": ("--data {tmp}/zeros.bin", "zeros.bin is not text"),
-    "data a device": ("--data /dev/null", "/dev/null is neither a file nor a folder"),
-    "context longer than the data": ("--data {tmp}/short.txt --context 20", "context of 20 needs 21 bytes"),
+    "data binary": ("--data {tmp}/zeros.bin", "zeros.bin holds no text"),
+    "data a device": ("--data /dev/null", "/dev/null must be a file or a folder"),
+    "context longer than the data": ("--data {tmp}/short.txt --context 20", "context of 20 needs 21 tokens"),
     "more ranks than the batch feeds": ("--nproc 4 --batch-size 2", "--batch-size 2 cannot feed 4 ranks"),
-    "more passes than the batch feeds": ("--nproc 2 --batch-size 8 --accumulate 5", "2 ranks x 5 passes"),
-    "timeout zero": ("--timeout 0", "--timeout must be a number of seconds above 0"),
-    "timeout endless": ("--timeout inf", "--timeout must be a number of seconds above 0 and at most 1000000"),
-    "grace negative": ("--grace -1", "--grace must be a number of seconds above 0"),
+    "more passes than the batch feeds": ("--nproc 2 --batch-size 8 --accumulate 5", "2 ranks in --accumulate 5 passes"),
+    "timeout zero": ("--timeout 0", "--timeout must be at least 0.001"),
+    "timeout endless": ("--timeout inf", "--timeout must be at least 0.001 and at most 1e+06, but is inf"),
+    "grace negative": ("--grace -1", "--grace must be at least 0.001"),
     "signal unknown": ("--signal KILL", "invalid choice: 'KILL'"),
-    "schedule shorter than its warmup": ("--lr-steps 5 --warmup 6", "--warmup must be at most --lr-steps = 5"),
+    "schedule shorter than its warmup": (
+        "--lr-steps 5 --warmup 6",
+        "--warmup must be at most 5, the steps of the schedule",
+    ),
     "dim not divisible by heads": ("--dim 100 --heads 3", "--dim must be a multiple of --heads = 3"),
-    "out holds a run": ("--out {tmp}/run", "holds another run (metrics.jsonl)"),
-    "out is a file": ("--out {tmp}/short.txt", "short.txt is a file"),
+    "out holds a run": ("--out {tmp}/run", "holds a run without its config.json (metrics.jsonl)"),
+    "out is a file": ("--out {tmp}/short.txt", "short.txt is not a writable folder"),
     "out below a file": ("--out {tmp}/short.txt/run", "cannot be created"),
     "no ranks": ("--nproc 0", "--nproc must be at least 1"),
     "less than no ranks": ("--nproc -1", "--nproc must be at least 1"),
     "precision unknown": ("--precision int8", "--precision: invalid choice: 'int8'"),
     "not a number": ("--steps many", "--steps: invalid int value: 'many'"),
-    "rate not a number": ("--lr nan", "--lr must be a positive number"),
-    "rate zero": ("--lr 0", "--lr must be a positive number"),
+    "rate not a number": ("--lr nan", "--lr must be at least"),
+    "rate zero": ("--lr 0", "--lr must be at least"),
     "clip infinite": ("--clip inf", "--clip must be at least 0"),
     "bucket negative": ("--bucket-cap-mb -1", "--bucket-cap-mb must be at least 0"),
-    "warmup longer than the run": ("--steps 10 --warmup 11", "--warmup must be at most --steps = 10"),
+    "warmup longer than the run": ("--steps 10 --warmup 11", "--warmup must be at most 10, the steps of the schedule"),
     "trace after the last step": ("--steps 10 --trace 11", "--trace must be at most --steps = 10"),
     "trace before the first": ("--trace 0", "--trace must be at least 1"),
-    "seed too large": ("--seed 9223372036854775808", "--seed must be below 2**63"),
+    "seed too large": ("--seed 9223372036854775808", "--seed must be at least 0 and at most"),
     "optimizer unknown": ("--optimizer adam", "invalid choice: 'adam'"),
     "gradients nobody fetches": ("--cpu-offload --no-move-grads-to-cpu", "needs --optimizer cpu-adamw"),
     "engine unknown": ("--engine fsdp", "--engine: invalid choice: 'fsdp'"),
@@ -57,19 +63,17 @@ BAD = {
     "policy unknown": ("--policy layers", "--policy must be size:N, class:NAME, blocks or none, but is layers"),
     "policy of no size": ("--policy size:0", "--policy size:N needs a number of parameters of at least 1"),
     "tokens and text": ("--tokens {tmp}/ids.bin --data {tmp}/short.txt", "--data and --tokens cannot be combined"),
-    "tokens missing": ("--tokens {tmp}/nowhere.bin", "--tokens {tmp}/nowhere.bin does not exist"),
-    "tokens of another format": ("--tokens {tmp}/short.txt", "must be a .bin or .npy file of token ids"),
-    "tokens of odd length": ("--tokens {tmp}/odd.bin", "must hold uint16 tokens of 2 bytes, but has 101 bytes"),
+    "tokens missing": ("--tokens {tmp}/nowhere.bin", "--tokens {tmp}/nowhere.bin cannot be read"),
+    "tokens of another format": ("--tokens {tmp}/short.txt", "context of 64 needs 65 tokens to train on"),
+    "tokens of odd length": ("--tokens {tmp}/odd.bin", "odd.bin cannot be read"),
     "tokens that are too wide": ("--tokens {tmp}/wide.bin", "looks like uint32"),
-    "tokens of two dtypes": ("--tokens {tmp}/ids.bin {tmp}/ids.npy", "one dtype, but they have int64 and uint16"),
     "tokens given twice": ("--tokens {tmp}/ids.bin {tmp}/ids.bin", "one is given twice"),
     "tokens in rows": ("--tokens {tmp}/rows.npy", "must be one dimension of uint16, uint32"),
-    "tokens that are pickled": ("--tokens {tmp}/objects.npy", "is not an array in numpy's format"),
+    "tokens that are pickled": ("--tokens {tmp}/objects.npy", "objects.npy cannot be read"),
     "tokens below 0": ("--tokens {tmp}/negative.npy", "must hold token ids of at least 0, but holds -1"),
     "tokens too few": ("--tokens {tmp}/ids.bin --context 20", "context of 20 needs 21 tokens to validate on"),
     "tokens unknown to the model": ("--tokens {tmp}/ids.bin --context 8", "ids.bin holds token 300, but the model has"),
-    "token dtype without tokens": ("--token-dtype uint16", "--token-dtype is that of --tokens"),
-    "token dtype of npy": ("--tokens {tmp}/ids.npy --token-dtype uint16", "names none. Leave it out"),
+    "token dtype without tokens": ("--token-dtype uint16", "--token-dtype needs --tokens"),
     "vocabulary without all bytes": ("--vocab-size 255", "text needs all 256 bytes, but the model has"),
     "two models": ("--hf {tmp} --factory own_models:build", "--hf and --factory cannot be combined"),
     "sizes of another model": ("--factory own_models:build --layers 3", "--layers describes the GPT"),
@@ -80,8 +84,15 @@ BAD = {
     "class that is not there": ("--factory own_models:build --policy class:Conv", "class:Conv must be a class"),
     "hf without a config": ("--hf {tmp}", "--hf must be a config file or a folder with a config.json"),
     "tracker unknown": ("--log mlflow", "--log: invalid choice: 'mlflow'"),
-    "tracker missing": ("--log trackio", "--log trackio needs a package that is not installed"),
+    "tracker missing": ("--log trackio", "trackio must be installed. Run: pip install trackio"),
     "sample negative": ("--sample -1", "--sample must be at least 0"),
+    **{
+        f"{name} of the wrong type": (f"--resume --out {{tmp}}/forged-{name}", "config.json cannot be read")
+        for name in FORGED
+    },
+    "output at a URL": ("--out s3://bucket/run", "must name a file or folder on this machine"),
+    "no name": ("--out=", "must name a file or folder"),
+    "copies in memory, of 0.6": ("--memory-every 5", "Pass a smaller --save-every"),
     "flag unknown": ("--bogus", "unrecognized arguments: --bogus. See fairshard train --help."),
     "flag abbreviated": ("--step 5", "unrecognized arguments: --step"),
     **{
@@ -111,6 +122,9 @@ def places(tmp_path, monkeypatch):
     np.save(tmp_path / "negative.npy", np.arange(-1, 200))
     np.save(tmp_path / "objects.npy", np.array([{}], object))
     (tmp_path / "own_models.py").write_text(OWN)
+    for name, value in FORGED.items():
+        (tmp_path / f"forged-{name}").mkdir()
+        (tmp_path / f"forged-{name}" / "config.json").write_text(json.dumps({"options": {name: value}}))
     monkeypatch.syspath_prepend(tmp_path)
     return make_bad_places(tmp_path)
 
@@ -119,7 +133,7 @@ def places(tmp_path, monkeypatch):
 def meetings(monkeypatch):
     """The process groups that would have been created by a process that torchrun launched as rank 1 of 4."""
     calls = []
-    monkeypatch.setattr(rank.dist, "init_process_group", lambda *args, **kwargs: calls.append(args))
+    monkeypatch.setattr(loop.dist, "init_process_group", lambda *args, **kwargs: calls.append(args))
     for name, value in {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     return calls
@@ -143,7 +157,7 @@ def test_the_page_of_the_command_line_has_every_flag():
     """Every flag of every command is in docs/command_line.md, and every flag of a table there exists."""
     page = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
     named = set(re.findall(r"`?(--[a-z][a-z-]+)", page))
-    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (commands,) = (action for action in build_parser(len)._actions if isinstance(action, argparse._SubParsersAction))
     known = {"--nproc-per-node"}
     for parser in commands.choices.values():
         known |= {flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
@@ -156,9 +170,20 @@ def test_good_input_starts_the_ranks_with_the_options_of_the_command_line(launch
     assert (
         main(["train", "--nproc", "3", "--batch-size", "9", "--data", str(places / "short.txt"), "--context", "8"]) == 0
     )
-    ((started, plan),) = launched
-    assert started == TrainOptions(nproc=3, batch_size=9, data=places / "short.txt", context=8)
-    assert plan.train_nbytes == 90
+    ((*module, data, context, batch_size),) = launched
+    assert module == ["-m", "fairshard.cli.train"]
+    assert [data, context, batch_size] == [f"--data={places}/short.txt", "--context=8", "--batch-size=9"]
+
+
+def test_a_command_line_gives_its_options(places):
+    """Options become flags, and flags become the same options, of every kind."""
+    paths = (places / "a b.bin", places / "c.bin")
+    given = TrainOptions(tokens=paths, token_dtype="uint32", cpu_offload=True, reshard_after_forward=False, lr=1e-5)
+    parser = argparse.ArgumentParser()
+    options.add_flags(parser)
+    assert TrainOptions.of(vars(parser.parse_args(given.line()))) == given
+    assert TrainOptions.of(json.loads(json.dumps(asdict(given), default=str))) == given
+    assert TrainOptions().line() == []
 
 
 @pytest.mark.parametrize(
@@ -169,7 +194,7 @@ def test_under_torchrun_bad_input_is_exit_2_before_the_ranks_meet(line, names, p
     """A rank that torchrun launched refuses by itself, in one line with its rank, and makes no process group."""
     assert train.main(line.format(tmp=places).split()) == 2
     err = capfd.readouterr().err
-    assert err.startswith("fairshard train: error (rank 1): ")
+    assert err.startswith("fairshard: error (rank 1): ")
     assert err.count("\n") == 1
     assert names in err
     assert not meetings
@@ -178,28 +203,28 @@ def test_under_torchrun_bad_input_is_exit_2_before_the_ranks_meet(line, names, p
 def test_under_torchrun_the_batch_is_checked_against_all_hosts(meetings, capfd):
     """Rank 1 of 4, two of them on this host: 3 sequences feed 2 ranks but not 4."""
     assert train.main(["--batch-size", "3"]) == 2
-    assert "cannot feed 4 ranks: it must be at least 4" in capfd.readouterr().err
+    assert "cannot feed 4 ranks in --accumulate 1 passes: it must be at least 4" in capfd.readouterr().err
     assert not meetings
 
 
 def test_under_torchrun_nproc_is_refused(meetings, capfd):
     """``--nproc`` is refused under torchrun, which sets the number of ranks."""
     assert train.main(["--nproc", "4"]) == 2
-    assert "--nproc is for fairshard train" in capfd.readouterr().err
+    assert "--nproc and --max-restarts are for fairshard train" in capfd.readouterr().err
     assert not meetings
 
 
 @pytest.mark.parametrize(
     ("gpus", "line", "names"),
     [
-        (0, "--device cuda", "needs an accelerator of this type, but torch sees none"),
+        (0, "--device cuda --nproc 2", "2 ranks and 0 of type cuda"),
         (2, "--device cuda --nproc 4", "4 ranks and 2 of type cuda"),
         (2, "--nproc 4", "4 ranks and 2 of type cuda"),
     ],
 )
 def test_each_rank_needs_a_gpu_of_its_own(gpus, line, names, monkeypatch, launched, capfd):
     """On CUDA more ranks than GPUs are refused, and so is CUDA without a GPU."""
-    monkeypatch.setattr(checks, "device_count", lambda kind: gpus)
+    monkeypatch.setattr(loop, "device_count", lambda kind: gpus)
     monkeypatch.setattr(options, "device_count", lambda kind: gpus)
     monkeypatch.setattr(options, "default_device_type", lambda: "cuda" if gpus else "cpu")
     assert main(["train", *line.split()]) == 2
@@ -223,7 +248,7 @@ def test_by_default_there_is_a_rank_for_each_gpu_else_two(gpus, ranks, monkeypat
 
 def test_a_missing_package_is_bad_input(monkeypatch, launched, capfd):
     """Without the extra ``train`` the command says what to install, and starts nothing."""
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(loop.importlib.util, "find_spec", lambda name: None)
     assert main(["train"]) == 2
     assert "pip install 'fairshard[cli]'" in capfd.readouterr().err
     assert not launched
@@ -243,7 +268,6 @@ def test_threads_are_the_visible_cpus_over_the_local_ranks(launched, monkeypatch
     for nproc, threads in ((2, 3), (4, 1), (8, 1)):
         assert main(["train", "--nproc", str(nproc)]) == 0
         assert seen == dict(zip(names, (str(threads), str(2**30), "5"), strict=True))
-    assert "MALLOC_MMAP_THRESHOLD_" not in os.environ
 
 
 def test_a_rank_knows_its_place_only_when_the_environment_gives_all_of_it(meetings, monkeypatch):

@@ -1,18 +1,15 @@
 """Every word of a picture is inside it, and covers no other."""
 
+from dataclasses import asdict
 from itertools import combinations
 
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from fairshard.cli.metrics import StepMetrics, StepTotals
-from fairshard.cli.plan_picture import draw_plans
-from fairshard.cli.run_picture import draw_run
+from fairshard.cli.log import StepMetrics, draw_run, summarize
 from fairshard.extras.observe.timeline import draw_timeline
 from fairshard.extras.observe.unit_event import Phase, UnitEvent
-from fairshard.extras.planning.wrap_plan import MemoryTerm, WrapPlan
-from fairshard.planning.summary import StateBytes
 
 
 @pytest.fixture
@@ -51,17 +48,17 @@ def faults(figure):
     [(1, 2, 457e6, 3649.0), (3, 1, 1.02e9, 36.5), (400_000, 8, 62.5e9, 1_234_567.0), (300, 5, 999e6, 12_345_678.0)],
 )
 def test_words_of_a_run(num_steps, num_ranks, nbytes, rate, drawn, tmp_path):
-    """Short and long runs, small and large numbers, and a title of four lines."""
-    totals = StepTotals()
+    """Short and long runs, small and large numbers, and a title of many words."""
     sizes = (int(nbytes),) * num_ranks
     stride = max(1, num_steps // 10)
+    lines = [{"step": 0, "val_loss": 11.5}, {"step": num_steps, "val_loss": 5.0}]
     for step in range(stride, num_steps + 1, stride):
         speed = rate * (1 + step % 3)
-        totals.add(StepMetrics(step, 11 / step, 1e-5 * step, 1.0, 100, speed, 100 / rate, sizes, 3, 4, sizes))
-    totals.losses.extend([2.0] * (num_steps - len(totals.losses)))
-    summary = totals.summary(5.0, sizes, StateBytes(1, 2, 3), copy_wait_s=0.6, bytes_per_token=4.1)
-    title = ("a model of transformers, " * 8, "some settings, " * 12)
-    draw_run(tmp_path / "run.png", title, totals, {0: 11.5, num_steps: 5.0}, summary)
+        lines.append(asdict(StepMetrics(step, 11 / step, 1e-5 * step, 1.0, 100, speed, 100 / rate, sizes, 3, 4, sizes)))
+    known = {"device_bytes": 1, "pinned_bytes": 2, "pageable_bytes": 3, "copy_wait_s": 0.6, "has_own_loss": False}
+    summary, _ = summarize(lines, peak_bytes=sizes, bytes_per_token=4.1, **known)
+    title = "a model of transformers, " * 8 + "\n" + "some settings, " * 12
+    draw_run(tmp_path / "run.png", title, lines, summary)
     assert faults(drawn[0]) == ([], [])
 
 
@@ -80,20 +77,3 @@ def test_words_of_a_timeline(num_ranks, drawn, tmp_path):
     assert {text for text in words if text.endswith("compute")} == {
         f"rank {rank}  compute" for rank in range(num_ranks)
     }
-
-
-@pytest.mark.parametrize("device_nbytes", [None, 2 * 10**9, 7 * 10**9, 80 * 10**9])
-@pytest.mark.parametrize("num_plans", [1, 4])
-def test_words_of_plans(num_plans, device_nbytes, drawn, tmp_path):
-    """One plan or several, policies of many classes, and a limit below, near and far from the peak."""
-    names = ["none", "blocks@row-blocks:128", "size:1e8", "class:" + ",".join(["LlamaDecoderLayer"] * 8) + "@owned"]
-    parts = ("gathered units", "shards", "gradients on their way to the host")
-    plans = [
-        WrapPlan(
-            8, "cuda", (), (), tuple(MemoryTerm(part, (9 - index) * 222_222_222) for part in parts),
-            "in the backward of model.decoder.layers.31.block_sparse_moe.experts",
-        )
-        for index in range(num_plans)
-    ]  # fmt: skip
-    draw_plans(tmp_path / "plan.png", "llama, 1,209,339,904 parameters", names[:num_plans], plans, device_nbytes)
-    assert faults(drawn[0]) == ([], [])

@@ -48,7 +48,6 @@ def folder(tmp_path, monkeypatch):
     }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    (tmp_path / "seen.png").touch()
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -93,21 +92,6 @@ def test_the_plan_of_the_gpt(line, policy, kwargs, capfd):
     assert size_text(plan.peak_nbytes) in str(plan)
 
 
-def test_the_schedule_of_the_gpt(capfd):
-    """``--schedule`` ends with the backward's list: a unit is gathered before, sent and freed after its marks."""
-    code, out, _ = run("--layers 2 --dim 16 --heads 2 --policy class:Block --world-size 2 --schedule", capfd)
-    assert code == 0
-    lines = out.split("backward: where it is")[1].splitlines()[1:]
-    assert lines == [
-        "at (root)  > gather blocks.1",
-        "at blocks.1  > gather blocks.0",
-        "done blocks.1  > free blocks.1  > send blocks.1",
-        "at blocks.0",
-        "done blocks.0  > free blocks.0  > send blocks.0",
-        "done (root)  > free (root)  > send (root)",
-    ]
-
-
 def test_the_plan_of_a_users_model(folder, capfd):
     """A function in a module in the working directory builds the model, on the meta device."""
     code, out, _ = run("--factory planned_models:build --policy class:Part --world-size 2 --json", capfd)
@@ -142,7 +126,8 @@ def test_padding_is_printed(capfd):
 
 BAD = {
     "no world size": ("", "--world-size"),
-    "no ranks": ("--world-size 0", "--world-size must be at least 1, but is 0"),
+    "pictures, of 0.6": ("--world-size 2 --png plan.png", "Run the command once for each wrapping"),
+    "no ranks": ("--world-size 0", "--world-size must be 1 to 100,000, but is 0"),
     "hybrid without replicas": ("--world-size 2 --sharding-strategy HYBRID_SHARD", "`num_replicas`"),
     "two ways to reshard": ("--world-size 2 --reshard-to 2 --no-reshard-after-forward", "Remove one of them"),
     "unknown policy": ("--world-size 2 --policy rows", "--policy must be size:N, class:NAME, blocks or none"),
@@ -153,7 +138,7 @@ BAD = {
     "blocks of no rows": ("--world-size 2 --placement row-blocks:0", "N at least 1, but is row-blocks:0"),
     "class that is not there": ("--world-size 2 --policy class:Layer", "class:Layer must be a class of a module"),
     "heads that do not fit": ("--world-size 2 --dim 30 --heads 4", "--dim must be a multiple of --heads"),
-    "size of another model": ("--world-size 2 --factory planned_models:build --dim 8", "--dim describes the gpt"),
+    "size of another model": ("--world-size 2 --factory planned_models:build --dim 8", "--dim describes the GPT"),
     "two models": ("--world-size 2 --model gpt --factory planned_models:build", "not allowed with"),
     "factory without a function": ("--world-size 2 --factory planned_models", "must be PKG.MOD:FN"),
     "factory that is not there": ("--world-size 2 --factory nowhere:build", "cannot be imported: No module"),
@@ -162,14 +147,8 @@ BAD = {
     "factory of something else": ("--world-size 2 --factory planned_models:two", "must return a module, but"),
     "factory that fails": ("--world-size 2 --factory planned_models:fails", "RuntimeError: two lines"),
     "hf without a config": ("--world-size 2 --hf nowhere", "a folder with a config.json, but nowhere has none"),
-    "limit without a unit": ("--world-size 2 --device-memory 80", "1 MB or more, but '80' is 80 B; write 80GB"),
+    "limit without a unit": ("--world-size 2 --device-memory 80", "1 MB or more, but is 80 B. Write 80GB"),
     "limit that is no size": ("--world-size 2 --device-memory much", "a size must be a number with kB, MB, GB"),
-    "picture of another type": ("--world-size 2 --png plan.svg", "--png must end in .png, but is plan.svg"),
-    "picture that exists": ("--world-size 2 --png seen.png", "seen.png exists, and is never overwritten"),
-    "picture in no folder": ("--world-size 2 --png a/b.png", "parent of --png a/b.png must be a folder"),
-    "comparison of an unknown policy": ("--world-size 2 --compare rows", "--compare must be size:N, class:NAME"),
-    "comparison of an unknown placement": ("--world-size 2 --compare none@x", "--placement must be flat, owned"),
-    "schedule of several": ("--world-size 2 --compare --schedule", "--schedule is that of one wrapping"),
 }
 
 

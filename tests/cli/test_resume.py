@@ -10,22 +10,19 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 import fairshard
-from fairshard.checkpoint import run_lock
-from fairshard.checkpoint.memory_folder import memory_left
-from fairshard.checkpoint.run_lock import Owner
 from fairshard.cli import loop
+from fairshard.cli.log import RunLog
 from fairshard.cli.main import main
 from fairshard.cli.options import OptionError, TrainOptions
 from fairshard.cli.ranks import Ranks
-from fairshard.cli.resume import check_text, kept_lines, restarted_options, resumed_options, text_entry
-from fairshard.cli.text import plan_text
+from fairshard.cli.runs import chosen_options, read_lines
 
 COMMAND = [sys.executable, "-m", "fairshard.cli.main", "train"]
 TINY = shlex.split("--nproc 2 --layers 2 --dim 16 --heads 2 --context 16 --batch-size 8 --eval-every 15")
@@ -42,16 +39,28 @@ def run_folder(tmp_path):
 
 def test_the_options_are_those_of_the_run(run_folder):
     """Flags that are not given keep the run's values; ranks, device, threads and saving may change."""
-    options = resumed_options(TrainOptions(out=run_folder, resume=True, nproc=3, save_every=7))
+    options = chosen_options({"out": run_folder, "resume": True, "nproc": 3, "save_every": 7})
     assert (options.lr, options.steps, options.data) == (0.02, 40, run_folder / "text")
     assert (options.nproc, options.save_every, options.out, options.resume) == (3, 7, run_folder, True)
 
 
 def test_what_would_make_another_run_is_refused(run_folder):
     """A learning rate that differs from the run's is refused by name; the same value is accepted."""
-    with pytest.raises(OptionError, match=r"--lr is 0.02 in the run in .*: leave it out"):
-        resumed_options(TrainOptions(out=run_folder, resume=True, lr=0.5))
-    assert resumed_options(TrainOptions(out=run_folder, resume=True, lr=0.02)).lr == 0.02
+    with pytest.raises(OptionError, match=r"--lr is 0.02 in the run in .*: continue it with the same command"):
+        chosen_options({"out": run_folder, "resume": True, "lr": 0.5})
+    assert chosen_options({"out": run_folder, "resume": True, "lr": 0.02}).lr == 0.02
+
+
+def test_the_same_command_continues_its_run(run_folder):
+    """Without ``--resume`` the command must be the run's: an option that is left out is the default, and differs."""
+    command = {"steps": 40, "lr": 0.02, "data": run_folder / "text", "out": run_folder, "nproc": 2}
+    found = chosen_options(command)
+    assert (found.resume, found.lr, found.out) == (True, 0.02, run_folder)
+    assert chosen_options({**command, "steps": 50}).lr_steps == 40
+    assert chosen_options({**command, "nproc": 1}).nproc == 1
+    del command["lr"]
+    with pytest.raises(OptionError, match=r"--lr is 0\.02 in the run"):
+        chosen_options(command)
 
 
 def test_a_run_that_has_finished_is_resumed_to_go_on_beyond(run_folder, capfd):
@@ -63,48 +72,9 @@ def test_a_run_that_has_finished_is_resumed_to_go_on_beyond(run_folder, capfd):
         assert "has finished: there is nothing to resume. Pass --steps above 40" in capfd.readouterr().err
     assert main(["train", "--resume", "--steps", "39", "--out", str(run_folder)]) == 2
     assert "--steps is 40 in the run" in capfd.readouterr().err
-    assert main(["train", "--resume-from", "20", "--out", str(run_folder)]) == 2
-    assert capfd.readouterr().err.endswith(f"a step with a checkpoint, but the run in {run_folder} has none.\n")
-    for name in ("step-00000020", "step-00000040", "step-x"):
-        (run_folder / "checkpoints" / name).mkdir(parents=True)
-    assert resumed_options(TrainOptions(out=run_folder, resume_from=20)).resume_from == 20
-    with pytest.raises(OptionError, match=r"but the run in .* has 20, 40\."):
-        resumed_options(TrainOptions(out=run_folder, resume_from=30))
-    longer = resumed_options(TrainOptions(out=run_folder, resume=True), 450)
+    assert chosen_options({"out": run_folder, "resume_from": 20}).resume_from == 20
+    longer = chosen_options({"out": run_folder, "resume": True, "steps": 450})
     assert (longer.steps, longer.lr_steps, longer.warmup_steps) == (450, 40, 20)
-
-
-def test_the_text_of_a_resumed_run_must_be_its_own(run_folder):
-    """A changed byte is told from the checksum, even if sizes are the same; the same text may be elsewhere."""
-    text, elsewhere = run_folder / "text", run_folder / "elsewhere"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 30)
-    shutil.copy(text, elsewhere)
-    config = json.loads((run_folder / "config.json").read_text())
-    began = plan_text(text, 0, 8)
-    (run_folder / "config.json").write_text(json.dumps({**config, "text": text_entry(began)}))
-    options = resumed_options(TrainOptions(out=run_folder, resume=True, data=elsewhere))
-    assert options.data == elsewhere
-    check_text(options, plan_text(elsewhere, 0, 8))
-    for place, byte in ((3, "Q"), (-2, "G")):  # in the training text, and in the validation text
-        changed = list(text.read_text())
-        changed[place] = byte
-        elsewhere.write_text("".join(changed))
-        with pytest.raises(OptionError, match=r"elsewhere has crc32 = \w{8} instead of \w{8}. Restore the text"):
-            check_text(options, plan_text(elsewhere, 0, 8))
-    elsewhere.write_text("".join(changed) + "!")
-    with pytest.raises(OptionError, match=r"elsewhere has (train|validation)_bytes = \d+ instead of \d+"):
-        check_text(options, plan_text(elsewhere, 0, 8))
-
-
-def test_a_folder_in_use_is_refused_before_any_rank_starts(run_folder, capfd):
-    """`--resume` of a run that still lives is exit code 2, with the host, process and start of that run."""
-    pid = os.getppid()
-    owner = replace(Owner.this_process(), pid=pid, started=run_lock._state_and_start(pid)[1])
-    (run_folder / "checkpoints").mkdir()
-    (run_folder / "checkpoints" / run_lock.NAME).write_text(json.dumps(asdict(owner)))
-    (run_folder / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 30)
-    assert main(["train", "--resume", "--out", str(run_folder)]) == 2
-    assert f"is in use by process {pid} on host {owner.host}, since {owner.since}" in capfd.readouterr().err
 
 
 def test_a_rank_waits_for_two_minutes_on_the_cpu(monkeypatch):
@@ -120,13 +90,13 @@ def test_without_out_it_is_the_newest_run(run_folder, tmp_path, monkeypatch):
     """Without ``--out`` the newest run below ``runs/`` is resumed; if there are no runs, the error says so."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OptionError, match="but runs/ here holds none"):
-        resumed_options(TrainOptions(resume=True))
+        chosen_options({"resume": True})
     for name, lr, begun in (("b", 0.1, 100), ("a", 0.2, 200)):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps({"options": {"lr": lr}}))
         os.utime(folder / "config.json", (begun, begun))
-    assert resumed_options(TrainOptions(resume=True)).lr == 0.2
+    assert chosen_options({"resume": True}).lr == 0.2
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"options": {"lr": "x"}}', "[]"])
@@ -137,23 +107,17 @@ def test_a_damaged_config_is_named(run_folder, text, capfd):
     assert "config.json cannot be read" in capfd.readouterr().err
 
 
-def test_a_log_that_is_a_pipe_is_not_waited_for(run_folder, capfd):
-    """Whoever opened it would wait for ever."""
-    (run_folder / "metrics.jsonl").unlink(missing_ok=True)
-    os.mkfifo(run_folder / "metrics.jsonl")
-    assert main(["train", "--resume", "--out", str(run_folder)]) == 2
-    assert "metrics.jsonl, which must be a file" in capfd.readouterr().err
-
-
 def test_lines_after_the_checkpoint_are_dropped(tmp_path):
     """Lines after the checkpoint's step are dropped, and so is a line that was not completely written."""
     path = tmp_path / "metrics.jsonl"
     lines = [{"step": 0, "val_loss": 5.0}, *({"step": step, "loss": 4.0} for step in (1, 2, 3))]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "lo')
-    assert kept_lines(path, 2) == lines[:3]
-    assert kept_lines(path, 9) == lines
-    assert kept_lines(path, -1) == []
-    assert kept_lines(tmp_path / "none", 9) == []
+    assert list(read_lines(path)) == lines
+    config = {"options": asdict(TrainOptions()), "world_size": 1, "device": "cpu", "model": "GPT", "parameters": 7}
+    RunLog(tmp_path, config, done=2).close()
+    assert list(read_lines(path)) == lines[:3]
+    RunLog(tmp_path, config).close()
+    assert list(read_lines(path)) == list(read_lines(tmp_path / "none")) == []
 
 
 @pytest.mark.parametrize(
@@ -164,17 +128,7 @@ def test_a_damaged_line_of_the_log_is_left_out(tmp_path, bad):
     path = tmp_path / "metrics.jsonl"
     lines = [{"step": 0, "val_loss": 5.0}, {"step": 1, "loss": 4.0}]
     path.write_bytes("\n".join([json.dumps(lines[0]), bad, json.dumps(lines[1]), ""]).encode("latin-1"))
-    assert kept_lines(path, 9) == lines
-
-
-@pytest.mark.parametrize("text", [5, ["crc32"], "crc32"])
-def test_a_damaged_entry_of_the_text_is_named(run_folder, text, capfd):
-    """An entry of the config that is not what a run writes is one line and exit code 2."""
-    config = json.loads((run_folder / "config.json").read_text())
-    (run_folder / "config.json").write_text(json.dumps({**config, "text": text}))
-    (run_folder / "text").write_bytes(b"training" * 250)
-    assert main(["train", "--resume", "--out", str(run_folder)]) == 2
-    assert "config.json is damaged" in capfd.readouterr().err
+    assert list(read_lines(path)) == lines
 
 
 def _environment():
@@ -253,89 +207,6 @@ def test_a_rank_that_dies_is_started_again(tmp_path, unbroken, signalled):
     assert process.returncode == 0, printed
     assert "resumed after step" in printed
     assert _losses(broken) == expected
-
-
-def test_a_rank_that_dies_is_started_again_from_memory(tmp_path, unbroken):
-    """With ``--memory-every`` a restart goes on from the newest copy, without any checkpoint on disk; none is left."""
-    of_run, expected = unbroken
-    broken = tmp_path / "broken"
-    killed = _killed_with_a_copy(broken, *of_run, "--max-restarts", "1")
-    assert killed.code == 0, killed.printed
-    resumed = int(re.search(r"resumed after step (\d+)", killed.printed)[1])
-    assert resumed > 0
-    assert resumed % 4 == 0
-    assert _losses(broken) == expected
-    assert not Path(killed.copies).exists()
-
-
-@pytest.mark.full
-def test_a_run_that_fails_names_its_copies_in_memory(tmp_path, unbroken):
-    """A run killed beyond its restarts says where its copies are, and ``--resume`` goes on from there."""
-    of_run, expected = unbroken
-    broken = tmp_path / "broken"
-    killed = _killed_with_a_copy(broken, *of_run)
-    assert killed.code == 1
-    assert f"the last steps are kept in memory, in {killed.copies}" in killed.printed
-    assert "resumed after step" in _train("--resume", "--out", str(broken))
-    assert _losses(broken) == expected
-    assert not Path(killed.copies).exists()
-
-
-@dataclass
-class Killed:
-    """A run of which a rank was killed: the folder with its copies then, its exit code, and what it printed."""
-
-    copies: str
-    code: int
-    printed: str
-
-
-def _killed_with_a_copy(folder, *line):
-    """Run ``line`` without checkpoints on disk; kill its last rank once there is a copy in memory."""
-    with subprocess.Popen(
-        [*COMMAND, *line, "--out", str(folder), "--save-every", "0", "--memory-every", "4"],
-        env=_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        copies = None
-        while copies is None and process.poll() is None:
-            time.sleep(0.01)
-            copies = memory_left(str(folder / "checkpoints"))
-        os.kill(max(_ranks_of(process.pid)), signal.SIGKILL)
-        printed, _ = process.communicate(timeout=120)
-    return Killed(copies, process.returncode, printed)
-
-
-def test_a_restart_goes_on_only_where_there_is_a_run(run_folder, tmp_path, monkeypatch):
-    """A restarted rank resumes; a run that failed before it wrote anything, or has no folder, starts at step 0."""
-    options = TrainOptions(out=run_folder)
-    assert restarted_options(options) is options
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert restarted_options(options).resume
-    assert not restarted_options(TrainOptions(out=tmp_path / "other")).resume
-    assert not restarted_options(TrainOptions()).resume
-
-
-def test_ranks_of_the_same_elastic_job_resume_without_a_count(run_folder, tmp_path, monkeypatch):
-    """When hosts come or go, torch restarts ranks without counting: the name of the job tells that it is its run."""
-    config = json.loads((run_folder / "config.json").read_text())
-    (run_folder / "config.json").write_text(json.dumps({**config, "elastic_job": "job-7"}))
-    given = TrainOptions(out=run_folder, steps=40, lr=0.02)
-    for job in ("job-8", "none", ""):
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
-        assert restarted_options(given) is given
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
-    assert restarted_options(given).resume
-    with pytest.raises(OptionError, match=r"--lr is 0\.02 in the run"):
-        restarted_options(replace(given, lr=0.03))
-
-
-def test_a_restart_needs_the_newest_checkpoint_to_be_its_own():
-    """``--resume-from`` with ``--max-restarts`` is refused, because the newest checkpoint may be of dropped steps."""
-    with pytest.raises(OptionError, match="--max-restarts continues from the newest checkpoint"):
-        TrainOptions(resume_from=20, max_restarts=1)
 
 
 @pytest.mark.full
@@ -450,7 +321,7 @@ def test_a_stopped_rank_is_named_in_time_and_the_ranks_are_restarted(tmp_path, u
     folder = tmp_path / "hung"
     with subprocess.Popen(
         [*COMMAND, *of_run, "--out", str(folder), "--max-restarts", "1", "--timeout", "4"],
-        env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        env=_environment(), stdout=(tmp_path / "out").open("w"), stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         while not (folder / "checkpoints" / "latest").exists() and process.poll() is None:
             time.sleep(0.01)
@@ -463,7 +334,7 @@ def test_a_stopped_rank_is_named_in_time_and_the_ranks_are_restarted(tmp_path, u
     assert process.returncode == 0, "".join(printed)
     assert named_after is not None, "".join(printed)
     assert named_after < 4 + 10
-    assert "fairshard train: restart 1 of 1\n" in printed
+    assert any("resumed after step" in line for line in (tmp_path / "out").open())
     assert _losses(folder) == expected
 
 

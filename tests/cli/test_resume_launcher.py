@@ -7,7 +7,7 @@ import pytest
 
 from fairshard.cli import train
 from fairshard.cli.options import TrainOptions
-from fairshard.cli.resume import resumed_options
+from fairshard.cli.runs import chosen_options
 
 
 @pytest.fixture
@@ -29,13 +29,13 @@ def under_torchrun(monkeypatch, **more):
 def test_torchrun_resumes_a_run_of_fairshard_train(run, monkeypatch):
     """The number of ranks and of restarts are those of the launcher, not of the run."""
     under_torchrun(monkeypatch)
-    options = resumed_options(TrainOptions(out=run, resume=True))
+    options = chosen_options({"out": run, "resume": True})
     assert (options.nproc, options.max_restarts) == (None, 0)
 
 
 def test_a_run_with_restarts_can_go_back(run):
     """`--resume-from` leaves out the restarts that the run began with."""
-    options = resumed_options(TrainOptions(out=run, resume_from=2))
+    options = chosen_options({"out": run, "resume_from": 2})
     assert (options.resume_from, options.max_restarts) == (2, 0)
 
 

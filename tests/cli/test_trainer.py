@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from fairshard.cli.data import Data, Ids
 from fairshard.cli.gpt import GPT, GPTConfig
-from fairshard.cli.options import TrainOptions
+from fairshard.cli.model import build_model
+from fairshard.cli.options import TrainingStopped, TrainOptions
 from fairshard.cli.ranks import Ranks
-from fairshard.cli.sharded import build_model
-from fairshard.cli.text import Text, even_starts, windows
-from fairshard.cli.trainer import VALIDATION_WINDOWS, Batches, Trainer, TrainingStopped, learning_rate
+from fairshard.cli.trainer import Batches, Trainer, even_starts, learning_rate
 from fairshard.optim import ShardedGradScaler
 from fairshard.utils.messages import gather_scalars
 from tests.on_ranks import in_full, on_ranks
@@ -28,7 +28,8 @@ def _options(**changes):
 
 def _text():
     generator = np.random.default_rng(7)
-    return Text(generator.integers(0, 256, 3000).astype(np.uint8), generator.integers(0, 256, 600).astype(np.uint8))
+    sides = (generator.integers(0, 256, num).astype(np.uint8) for num in (3000, 600))
+    return Data(*(Ids([side]) for side in sides), 1.0)
 
 
 def _trainer(options):
@@ -56,9 +57,9 @@ def _plain_run(options):
         curve.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip).item()))
         adam.step()
     validation = _text().validation
-    starts = even_starts(len(validation), options.context, VALIDATION_WINDOWS)
+    starts = even_starts(len(validation), options.context)
     with torch.no_grad():
-        return curve, _plain_loss(model, windows(validation, starts, options.context)).item()
+        return curve, _plain_loss(model, validation.windows(starts, options.context)).item()
 
 
 # Sums over the batch have another order, and Adam divides by roots: six steps agree to a few 1e-6.
@@ -103,7 +104,7 @@ def test_ranks_may_have_different_numbers_of_validation_batches():
 def test_the_ranks_share_out_the_batch_that_one_rank_would_take(size, batch_size):
     """Pass by pass, the ranks' rows in rank order are the rows of a single rank, each of them once."""
     options = _options(batch_size=batch_size, accumulate=3)
-    text = np.arange(250, dtype=np.uint8)
+    text = Ids([np.arange(250, dtype=np.uint8)])
     alone = Batches(text, options, Ranks(0, 1, 0, 1))
     together = [Batches(text, options, Ranks(rank, size, rank, size)) for rank in range(size)]
     for _ in range(4):
@@ -195,7 +196,7 @@ def test_a_new_model_knows_nothing():
     """Before training the loss is ln 256, that of a uniform guess, to within a twentieth of a nat."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=4, dim=128, heads=4, context=64))
-    tokens = windows(_text().train, even_starts(3000, 64, 16), 64)
+    tokens = _text().train.windows(even_starts(3000, 64, 16), 64)
     assert _plain_loss(model, tokens).item() == pytest.approx(math.log(256), abs=0.05)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from fairshard.extras.planning.memory import OPTIMIZERS as OPTIMIZERS
 from fairshard.extras.planning.memory import plan_memory
 from fairshard.extras.planning.wrap_plan import WrapPlan
 from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
