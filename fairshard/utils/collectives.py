@@ -13,7 +13,7 @@ NCCL and others         all_gather_single                          reduce_scatte
 ======================  =========================================  =======================================
 
 A direct exchange is one ``isend`` and one ``irecv`` per peer, directly between rows: gloo's own all-gather and
-reduce-scatter copy more and take two to five times as long (``benchmarks/micro/collectives.py``). It has its own
+reduce-scatter copy more and take two to five times as long (``benchmarks/collectives.py``). It has its own
 process group. Local sums add in rank order, in fp32 for narrower dtypes, so that they do not depend on timing.
 """
 
