@@ -15,9 +15,8 @@
 #   make screenshots              the pages of `make docs` in a browser, wide and narrow, light and dark; needs chromium
 #   make clients                  other people's trainers beside torch's engine; writes docs/notes/clients.md
 #   make bench                    step time beside FSDP1, FSDP2 and DDP
-#   make gpu                      what docs/notes/gpu.md lists, on the accelerator of PYTHON's torch; installs nothing
-#   make gpu PART=2 OUT=DIR       one part of it, at most 8 minutes; DEVICE=sim tries all of it without an accelerator
-#   make gpu RANKS=4              lines of several ranks too, which share the devices that are there
+#   make gpu                      what only a device can show, with PYTHON's torch, which needs pytest and hypothesis
+#   make gpu DEVICE=sim RANKS=2   on another device (the simulated one), or with several ranks on each
 #   make clean                    remove what make made; the runs stay
 #
 # PYTHON chooses the interpreter. PIP_FLAGS is passed to pip; "--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -28,11 +27,8 @@ PIP_FLAGS ?=
 ARGS ?=
 WORKERS ?= 3
 TORCH ?=
-PART ?=
-OUT ?= runs/gpu
-DEVICE ?=
+DEVICE ?= cuda
 RANKS ?= 1
-LINES ?=
 
 ifeq ($(TORCH),)
 VENV := .venv
@@ -92,8 +88,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 gpu:
-	@$(PYTHON) -c "import torch" 2>/dev/null || { echo "make gpu: $(PYTHON) has no torch; name one that has: PYTHON=..."; exit 2; }
-	$(PYTHON) -m tests.gpu --part "$(PART)" --out "$(OUT)" --device "$(DEVICE)" --ranks-per-device "$(RANKS)" --lines "$(LINES)"
+	$(PYTHON) -m pytest -m gpu --device $(DEVICE) --ranks-per-device $(RANKS) tests/gpu $(ARGS)
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -74,7 +74,7 @@ class CommCounter(TorchDispatchMode):
     """Count the c10d calls made in this thread, by kind, with the bytes that this rank receives.
 
     Every engine's collectives pass through the dispatcher: also those of DDP's C++ reducer, which patched
-    Python functions miss, and ``isend`` / ``irecv``, which CommDebugMode misses.
+    Python functions miss, and ``isend`` / ``irecv``, which CommDebugMode misses. So do those of DTensors.
     """
 
     def __init__(self, world_size: int):
@@ -82,15 +82,24 @@ class CommCounter(TorchDispatchMode):
         self.world_size = world_size
         self.counts: dict[str, int] = {}
         self.received: dict[str, int] = {}
+        from torch.distributed.tensor import DTensor  # not at the top: it would count to the memory at the start
+
+        self._dtensor = DTensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, self._dtensor) for kind in types):
+            return NotImplemented  # becomes operators on local tensors, and collectives
+        result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
-            kind = func._opname
-            inputs, outputs = _input_and_output_bytes(func, args)
-            self.counts[kind] = self.counts.get(kind, 0) + 1
-            received = _RECEIVED[kind](inputs, outputs, self.world_size)
-            self.received[kind] = self.received.get(kind, 0) + received
-        return func(*args, **(kwargs or {}))
+            self._count(func._opname, _RECEIVED[func._opname](*_input_and_output_bytes(func, args), self.world_size))
+        elif func.namespace == "_c10d_functional" and func._opname != "wait_tensor":
+            copies = 2 if func._opname == "all_reduce" else 1
+            self._count(func._opname, copies * result.nbytes * (self.world_size - 1) // self.world_size)
+        return result
+
+    def _count(self, kind: str, received: int) -> None:
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        self.received[kind] = self.received.get(kind, 0) + received
 
 
 def _input_and_output_bytes(func: Any, args: Any) -> tuple[int, int]:

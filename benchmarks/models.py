@@ -6,12 +6,14 @@ weights and the embeddings ``2 * vocab * dim``; gpt-29m is 25.2 M + 4.2 M, gpt-1
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,12 @@ def build_gpt(config: GPTConfig) -> GPT:
     """Build the model with the same weights on every rank and for every engine."""
     torch.manual_seed(0)
     return GPT(config)
+
+
+def checkpoint_blocks(gpt: GPT) -> None:
+    """Keep no activations of the blocks: the backward computes each again."""
+    for block in gpt.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def random_batches(config: GPTConfig, rank: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -2,7 +2,6 @@
 
     python benchmarks/overlap.py                # all cases, 2 ranks, about 3 minutes
     python benchmarks/overlap.py --case PCIe    # those whose name contains it
-    python benchmarks/overlap.py --json         # raw figures on standard output
 
 Nothing here is measured on this machine: times are simulated (`tests/sim/costs.py` has the model of costs), so they are
 the same everywhere. The losses of all engines must be equal first. Needs what `tests/sim` needs: a C++ compiler.
@@ -47,10 +46,7 @@ def main() -> None:
         torch.multiprocessing.spawn(_rank, arguments, nprocs=options.world)
         runs = json.loads(Path(folder, "result").read_text())
     _check_losses(runs)
-    if options.json:
-        print(json.dumps(runs, indent=1))
-    else:
-        print(tables(runs))
+    print(tables(runs))
     if options.out:
         header = {**record.header(__file__, options), "hardware": "simulated: costs as stated in `machines`"}
         header["machines"] = {case.name: dataclasses.asdict(case.machine) for case in cases}
@@ -81,46 +77,38 @@ def _rank(rank: int, names: list[str], world: int, folder: str) -> None:
 
 
 def _check_losses(runs: list[dict[str, Any]]) -> None:
-    for run in runs:
-        if run["engine"] == overlap.PLAIN:
-            continue
-        expected = next(one for one in runs if one["case"] == run["case"] and one["engine"] in overlap.PEERS)["losses"]
+    reference = {run["case"]: run for run in runs if run["engine"] == overlap.PEERS[0]}
+    for run in (run for run in runs if run["engine"] != overlap.PLAIN):
+        ours, expected = ({**one, "ranks": [one]} for one in (run, reference[run["case"]]))
         tolerance = TOLERANCE if "offload" in run["case"] or "steps early" in run["case"] else 0.0
-        for loss, other in zip(run["losses"], expected, strict=True):
-            if abs(loss - other) > tolerance * abs(other):
-                sys.exit(
-                    f"{run['case']}: the losses of {run['engine']} are {run['losses']}, but FSDP2's are {expected}."
-                )
+        if difference := report.loss_difference(ours, expected, tolerance, len(run["losses"])):
+            sys.exit(f"{run['case']}: losses must be equal, but differ at {difference}.")
         if run["num_races"]:
             sys.exit(f"{run['case']}: {run['engine']} has {run['num_races']} races.")
 
 
 def tables(runs: list[dict[str, Any]]) -> str:
-    """One row for each engine and case. ``compute`` is the model alone; ``exposed`` is all beyond it."""
-    rows = [["case", "engine", "step ms", "compute", "exposed", "waits", "kernels", "beside", "over FSDP2"]]
-    for name in dict.fromkeys(run["case"] for run in runs):
-        own = {run["engine"]: run for run in runs if run["case"] == name}
-        compute = own[overlap.PLAIN]["makespan"]
-        best = min(own[peer]["makespan"] for peer in overlap.PEERS)
-        for engine in overlap.ENGINES:
-            run = own[engine]
-            times = run["makespan"], compute, run["makespan"] - compute, sum(run["waits"].values())
-            added = run["kernels"] - own[overlap.PLAIN]["kernels"]
-            cells = [f"{1e3 * seconds:.2f}" for seconds in (*times, added, run["beside"])]
-            rows.append([f"{name}: {engine}", *cells, f"{run['makespan'] / best:.3f}"])
-    rows[0] = [rows[0][0], *rows[0][2:]]
-    notes = [
-        "ms, simulated. compute: the model alone. exposed: the rest of the step: the compute stream waits, or does the",
-        "engine's own work (kernels). beside: kernels on other streams. over FSDP2: the better of its two prefetches.",
-    ]
-    return "\n".join([report.table(rows), *notes])
+    """One row for each engine and case.
+
+    ``compute`` is the model alone; ``exposed`` is all beyond it: the compute stream waits, or does the engine's own
+    work (``kernels``). ``beside`` is kernels on other streams; ``over FSDP2`` is over the better of its two prefetches.
+    """
+    rows = [["ms, simulated", "step", "compute", "exposed", "waits", "kernels", "beside", "over FSDP2"]]
+    of = {(run["case"], run["engine"]): run for run in runs}
+    for case, engine in (key for key in of if key[1] in overlap.ENGINES):
+        run, alone = of[case, engine], of[case, overlap.PLAIN]
+        step, compute = run["makespan"], alone["makespan"]
+        waits, kernels = sum(run["waits"].values()), run["kernels"] - alone["kernels"]
+        own = step, compute, step - compute, waits, kernels, run["beside"]
+        best = min(of[case, peer]["makespan"] for peer in overlap.PEERS)
+        rows.append([f"{case}: {engine}", *(f"{1e3 * seconds:.2f}" for seconds in own), f"{step / best:.3f}"])
+    return report.table(rows)
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, default=2, help="number of ranks")
     parser.add_argument("--case", default="", help="run the cases whose name contains this")
-    parser.add_argument("--json", action="store_true", help="print the raw figures instead of the table")
     parser.add_argument("--out", help="also write a file of this name to benchmarks/results")
     return parser.parse_args()
 

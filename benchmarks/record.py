@@ -1,14 +1,14 @@
 """The results of a benchmark as a file: a header, then one run per line. Nothing else writes or reads results.
 
-    {
-     "generated_by": "python benchmarks/run.py --repeat 5",
-     "date": "2026-11-21T17:29:59+00:00",
-     "settings": {"engines": ["fairshard", "fsdp2"], "repeat": 5},
-     "runs": [
-      {"engine": "fairshard", "repeat": 0, "ranks": [...]},
-      {"engine": "fsdp2", "repeat": 0, "ranks": [...]}
-     ]
-    }
+{
+ "generated_by": "python benchmarks/run.py --repeat 5",
+ "date": "2026-11-21T17:29:59+00:00",
+ "settings": {"engines": ["fairshard", "fsdp2"], "repeat": 5},
+ "runs": [
+  {"engine": "fairshard", "repeat": 0, "ranks": [...]},
+  {"engine": "fsdp2", "repeat": 0, "ranks": [...]}
+ ]
+}
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def header(script: str, options: argparse.Namespace, argv: Sequence[str] | None 
     }
 
 
-def result_file(what: str, options: argparse.Namespace) -> Path:
+def result_file(*parts: str) -> Path:
     """The file of a measurement that names none."""
-    return RESULTS / f"{datetime.date.today()}-{what}-{options.model}-w{options.world}.json"
+    return RESULTS / f"{'-'.join([str(datetime.date.today()), *parts])}.json"
 
 
 def command(script: str, argv: Sequence[str]) -> str:

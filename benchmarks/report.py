@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import engines
+from training import PHASES
 
-PHASES = ("forward", "backward", "optimizer")
 FIGURES = ("step ms", *(f"{phase} ms" for phase in PHASES), "CPU ms", "peak MiB")
+"""Of a run that trains."""
 
 LOSS_STEPS = 3
 """Losses are compared over the first steps only, because the optimizer amplifies rounding differences later."""
@@ -18,7 +19,7 @@ LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 """Relative. fp32: equal to 4 digits. bf16: DDP runs under autocast, so its norms and residuals are fp32."""
 
 Run = Mapping[str, Any]
-"""One engine's ranks in one repeat: ``{"engine", "repeat", "ranks": [what worker.py wrote]}``."""
+"""One engine's ranks in one repeat: ``{"engine", "repeat", "ranks": [what `training.train` returned]}``."""
 
 Figures = dict[str, dict[int, dict[str, float]]]
 """``[engine][repeat][figure]``."""
@@ -37,7 +38,9 @@ class Spread:
         ordered = sorted(values)
         return cls(statistics.median(ordered), ordered[0], ordered[-1])
 
-    def show(self, digits: int) -> str:
+    def show(self) -> str:
+        """Three digits or more, two of them behind the point if the median is small."""
+        digits = 0 if self.median >= 100 else 1 if self.median >= 10 else 2
         return f"{self.median:.{digits}f} [{self.low:.{digits}f}..{self.high:.{digits}f}]"
 
 
@@ -51,17 +54,18 @@ class Ratio:
 
 def figures(run: Run, warmup: int) -> dict[str, float]:
     """Reduce a run: the median over timed steps of the slowest rank's time, and the largest rank's memory."""
-    result = {"step ms": _slowest_ms(run, warmup, *PHASES)}
+    result = {"step ms": slowest_ms(run, warmup, *PHASES)}
     for part, figure in zip((*PHASES, "cpu"), FIGURES[1:], strict=False):
-        result[figure] = _slowest_ms(run, warmup, part)
+        result[figure] = slowest_ms(run, warmup, part)
     result["peak MiB"] = max(rank["peak_bytes"] for rank in run["ranks"]) / 2**20
     return result
 
 
-def _slowest_ms(run: Run, warmup: int, *parts: str) -> float:
-    """Add ``parts`` of each step; return the median over timed steps of the slowest rank's."""
-    by_rank = [zip(*(rank["times"][part] for part in parts), strict=True) for rank in run["ranks"]]
-    slowest = [max(map(sum, step)) for step in zip(*by_rank, strict=True)]
+def slowest_ms(run: Run, warmup: int, *parts: str) -> float:
+    """The median over steps of the slowest rank's time in ``parts`` of a step."""
+    columns = [[rank["times"][part] for part in parts] for rank in run["ranks"]]
+    by_rank = [[sum(step) for step in zip(*own, strict=True)] for own in columns]
+    slowest = [max(step) for step in zip(*by_rank, strict=True)]
     return 1e3 * statistics.median(slowest[warmup:])
 
 
@@ -79,17 +83,17 @@ def ratio(measured: Figures, peer: str, figure: str, engine: str = "fairshard") 
     ratios = []
     for variant in engines.variants(peer):
         theirs = measured.get(variant, {})
-        paired = [ours[repeat][figure] / theirs[repeat][figure] for repeat in ours.keys() & theirs.keys()]
+        both = [(ours[repeat], theirs[repeat]) for repeat in ours.keys() & theirs.keys()]
+        paired = [own[figure] / other[figure] for own, other in both if own.keys() & other.keys() >= {figure}]
         if paired:
             ratios.append(Ratio(Spread.of(paired), variant))
     return max(ratios, key=lambda ratio: ratio.spread.median, default=None)
 
 
-def loss_difference(run: Run, reference: Run, precision: str) -> str | None:
+def loss_difference(run: Run, reference: Run, tolerance: float, steps: int = LOSS_STEPS) -> str | None:
     """Say where ``run`` first differs from the losses of ``reference``, rank by rank; None if it does not."""
-    tolerance = LOSS_TOLERANCE[precision]
     for index, (rank, expected_rank) in enumerate(zip(run["ranks"], reference["ranks"], strict=True)):
-        losses = list(zip(rank["losses"], expected_rank["losses"], strict=False))[:LOSS_STEPS]
+        losses = list(zip(rank["losses"], expected_rank["losses"], strict=False))[:steps]
         for step, (loss, expected) in enumerate(losses):
             if not abs(loss - expected) <= tolerance * abs(expected):
                 where = f"rank {index}, step {step}"
@@ -97,45 +101,46 @@ def loss_difference(run: Run, reference: Run, precision: str) -> str | None:
     return None
 
 
-def training_tables(measured: Figures, counted: Mapping[str, Any], peers: Sequence[str]) -> str:
-    """Render the figures of every engine and the ratios to every peer."""
-    rows = [["engine", *FIGURES, "collectives", "MiB received"]]
+def figures_table(measured: Figures, columns: Sequence[str], beside: Mapping[str, Sequence[str]] | None = None) -> str:
+    """One row an engine; ``beside`` has more columns, whose names are under ``""``."""
+    beside = beside or {}
+    none = [""] * len(beside.get("", ()))
+    rows = [["engine", *columns, *beside.get("", ())]]
     for engine, repeats in measured.items():
-        spreads = [Spread.of(repeat[figure] for repeat in repeats.values()).show(0) for figure in FIGURES]
-        rows.append([engine, *spreads, *_traffic(counted.get(engine))])
-    tables = [table(rows)]
-    for ours in engines.OURS:
-        ratios = [[f"{ours} over", *FIGURES]]
-        for peer in (peer for peer in peers if engines.can_compare(ours, peer)):
-            cells = [ratio(measured, peer, figure, ours) for figure in FIGURES]
-            if all(cells):
-                ratios.append([peer, *(f"{cell.spread.show(2)}{_mark(cell, peer)}" for cell in cells)])
-        if len(ratios) > 1:
-            tables.append(table(ratios))
-    note = "* the peer's explicit prefetch, where that is its better setting"
-    return "\n\n".join(tables) + f"\n{note}"
+        own = [[repeat[column] for repeat in repeats.values() if column in repeat] for column in columns]
+        cells = [Spread.of(values).show() if values else "" for values in own]
+        rows.append([engine, *cells, *beside.get(engine, none)])
+    return table(rows)
+
+
+def ratio_table(measured: Figures, pairs: Iterable[tuple[str, str]], columns: Sequence[str]) -> str:
+    """One row a pair of an engine and another one, both of which were measured: the first over the second."""
+    rows = [["over", *columns]]
+    for ours, peer in pairs:
+        cells = [ratio(measured, peer, column, ours) for column in columns]
+        if any(cells):
+            shown = (f"{cell.spread.show()}{'' if cell.variant == peer else '*'}" if cell else "" for cell in cells)
+            rows.append([f"{ours} over {peer}", *shown])
+    return f"{table(rows)}\n* the peer's explicit prefetch, where that is its better setting"
+
+
+def pairs_of(peers: Sequence[str]) -> list[tuple[str, str]]:
+    """Each engine of ours with each peer that it can be compared with."""
+    return [(ours, peer) for ours in engines.OURS for peer in peers if engines.can_compare(ours, peer)]
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Align columns under a header, the first to the left and the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    aligns = [str.ljust, *([str.rjust] * (len(widths) - 1))]
+    header, *body = (
+        "  ".join(align(cell, width) for align, cell, width in zip(aligns, row, widths, strict=True)) for row in rows
+    )
+    return "\n".join([header, "-" * len(header), *body])
 
 
 OVERHEADS = {"us per unit": "us_per_unit", "calls per unit": "calls_per_unit"}
 """What an engine adds to plain torch, and its name in the output of overhead.py."""
-
-
-def overhead_table(runs: Sequence[Mapping[str, Any]], plain: str, peers: Sequence[str]) -> str:
-    """Render the microseconds and the calls that each engine adds to plain torch, per unit."""
-    measured = overheads(runs, plain)
-    shown = [figure for figure, key in OVERHEADS.items() if all(key in run for run in runs)]  # early files lack calls
-    columns = [(figure, ours) for figure in shown for ours in engines.OURS if ours in measured]
-    rows = [["added to plain torch", *shown, *(f"{ours} over it: {figure}" for figure, ours in columns)]]
-    for engine, repeats in measured.items():
-        row = [engine]
-        row += [Spread.of(repeat[figure] for repeat in repeats.values()).show(0) for figure in shown]
-        for figure, ours in columns:
-            ratios = [ratio(measured, peer, figure, ours) for peer in peers if engines.can_compare(ours, peer)]
-            best = [one for one in ratios if one and one.variant == engine]
-            row.append(best[0].spread.show(2) if best else "")
-        rows.append(row)
-    plain_spread = Spread.of(run["us_per_unit"] for run in runs if run["engine"] == plain)
-    return f"{table(rows)}\nplain torch: {plain_spread.show(0)} us per unit"
 
 
 def overheads(runs: Sequence[Mapping[str, Any]], plain: str) -> Figures:
@@ -149,24 +154,8 @@ def overheads(runs: Sequence[Mapping[str, Any]], plain: str) -> Figures:
     return result
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Align columns under a header, the first to the left and the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    aligns = [str.ljust, *([str.rjust] * (len(widths) - 1))]
-    header, *body = (
-        "  ".join(align(cell, width) for align, cell, width in zip(aligns, row, widths, strict=True)) for row in rows
-    )
-    return "\n".join([header, "-" * len(header), *body])
-
-
-def _traffic(counted: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Show one step's collectives and received bytes; fairshard knows which sends make an exchange."""
-    if counted is None:
-        return "", ""
+def traffic(counted: Mapping[str, Any]) -> tuple[str, str]:
+    """One rank's collectives and received MiB; fairshard knows which sends make an exchange."""
     own = counted["own_counters"]
     calls = sum(count for count, _ in own.values()) if own else sum(counted["counts"].values())
-    return str(calls), f"{sum(counted['received_bytes'].values()) / 2**20:.0f}"
-
-
-def _mark(compared: Ratio, peer: str) -> str:
-    return "" if compared.variant == peer else "*"
+    return str(calls), f"{sum(counted['received_bytes'].values()) / 2**20:.1f}"

@@ -14,7 +14,6 @@ See README.md beside this file for what is measured and how to read it.
 from __future__ import annotations
 
 import argparse
-import datetime
 import io
 import os
 import subprocess
@@ -29,82 +28,61 @@ import engines
 import overhead
 import record
 import report
-from launch import HERE, RunFailed, World, launch, launch_in_turns
-from models import MODELS
+from runner import HERE, Job, names_in, options_of, parser_of, repeated
 
 REFERENCE = "ddp"
 CHECK_STEPS = max(report.LOSS_STEPS, 3)
-OVERHEAD_ENGINES = (*engines.OURS, engines.FLOOR, "fsdp2", "fsdp1")
+NOT_TINY = ("ddp", "deepspeed", "plain")
+"""Engines that do not shard unit by unit, so their overhead per unit says nothing."""
 OVERHEAD_PASSES = 20
 
 
 class Session:
     """One run of the benchmark: what was asked for, and everything measured so far."""
 
-    def __init__(self, options: argparse.Namespace, trees: Mapping[str, Path], argv: Sequence[str] | None = None):
+    def __init__(self, options: argparse.Namespace, tree: str, argv: Sequence[str] | None = None):
         self.options = options
-        self.trees = trees
         self.argv = argv
         self.failures: dict[str, str] = {}
         self.checks: dict[str, dict[str, Any]] = {}
         self.runs: list[dict[str, Any]] = []
         self.overheads: list[dict[str, Any]] = []
+        self._tree = tree
+        self._variants = [variant for engine in options.engines for variant in engines.variants(engine)]
 
     def check_losses(self) -> None:
         """Train every engine a few untimed steps; count its collectives and compare its losses with DDP's."""
-        for engine in [REFERENCE, *(name for name in self._variants() if name != REFERENCE)]:
-            run = self._train(engine, repeat=0, steps=CHECK_STEPS, count=True)
-            if run is None:
-                if engine == REFERENCE:
-                    raise SystemExit(f"error: no reference to compare losses with: {self.failures[engine]}")
-                continue
-            self.checks[engine] = run
-            self._require_equal_losses(run)
-            if engine != REFERENCE:
-                print(f"{engine}: losses agree with {REFERENCE}'s", flush=True)
+        names = [REFERENCE, *(name for name in self._variants if name != REFERENCE)]
+        for run in repeated(self._training(names, CHECK_STEPS, "step"), 1, self.failures):
+            self.checks[run["engine"]] = run
+            if REFERENCE in self.checks:
+                self._require_equal_losses(run)
+                print(f"{run['engine']}: losses agree with {REFERENCE}'s", flush=True)
+        if REFERENCE not in self.checks:
+            raise SystemExit(f"error: no reference to compare losses with: {self.failures[REFERENCE]}")
 
     def measure_training(self) -> None:
-        """Time every engine once per repeat, so that other load on the machine affects all of them."""
-        if self.options.turns:
-            self._measure_in_turns()
-            return
-        for repeat, names in enumerate(self._rotations(self._variants())):
-            for engine in names:
-                run = self._train(engine, repeat, self.options.steps, count=False)
-                if run is not None:
-                    self._add(run)
-            self.save()
-
-    def _measure_in_turns(self) -> None:
-        """As `measure_training`, with all engines at once, one of them stepping at a time."""
+        """Time every engine once per repeat."""
         options = self.options
-        for repeat, names in enumerate(self._rotations(self._variants())):
-            jobs = [self._job(name, options.steps, count=False) for name in names]
-            for engine, ranks in self._launch_in_turns("worker.py", jobs, options.world):
-                self._add({"engine": engine, "repeat": repeat, "ranks": ranks})
+        names = [name for name in self._variants if name not in self.failures]
+        for run in repeated(self._training(names, options.steps, ""), options.repeat, self.failures, options.turns):
+            self._require_equal_losses(run)
+            self.runs.append(run)
+            step = report.figures(run, options.warmup)["step ms"]
+            print(f"repeat {run['repeat'] + 1}/{options.repeat}: {run['engine']} {step:.0f} ms a step", flush=True)
             self.save()
-
-    def _add(self, run: dict[str, Any]) -> None:
-        self._require_equal_losses(run)
-        self.runs.append(run)
-        step = report.figures(run, self.options.warmup)["step ms"]
-        print(f"repeat {run['repeat'] + 1}/{self.options.repeat}: {run['engine']} {step:.0f} ms a step", flush=True)
 
     def measure_overhead(self) -> None:
         """Time every engine's tiny units once per repeat, and torch alone beside them."""
-        measured = [name for name in self._variants() if engines.adapter_of(name) in OVERHEAD_ENGINES]
-        if not measured:
-            return
-        common = {"passes": OVERHEAD_PASSES, "threads": self.options.threads}
-        for repeat, names in enumerate(self._rotations([overhead.PLAIN, *measured])):
-            jobs = [{**common, "engine": name} for name in names]
-            if self.options.turns:
-                results = self._launch_in_turns("overhead.py", jobs, world=1)
-            else:
-                results = [(job["engine"], self._launch("overhead.py", job, world=1)) for job in jobs]
-            self.overheads += [
-                {"engine": engine, "repeat": repeat, **ranks[0]} for engine, ranks in results if ranks is not None
-            ]
+        options = self.options
+        names = [name for name in self._variants if engines.adapter_of(name) not in (*NOT_TINY, *self.failures)]
+        jobs = {
+            name: self._job(name, "overhead:measure", {"engine": name, "passes": OVERHEAD_PASSES}, is_fake=True)
+            for name in ([overhead.PLAIN, *names] if names else [])
+        }
+        for run in repeated(jobs, options.repeat, self.failures, options.turns):
+            (figures,) = run.pop("ranks")
+            self.overheads.append({**run, **figures})
 
     def save(self) -> None:
         """Write everything so far, raw, with the settings and the machine it was measured on."""
@@ -116,53 +94,21 @@ class Session:
         checks = list(self.checks.values())
         record.write(self.options.out, header, loss_checks=checks, runs=self.runs, overhead=self.overheads)
 
-    def _variants(self) -> list[str]:
-        return [variant for engine in self.options.engines for variant in engines.variants(engine)]
-
-    def _rotations(self, names: Sequence[str]) -> list[list[str]]:
-        """The order of ``names`` in each repeat, each starting with another one."""
-        firsts = [repeat % len(names) for repeat in range(self.options.repeat)]
-        return [[*names[first:], *names[:first]] for first in firsts]
-
-    def _job(self, engine: str, steps: int, count: bool) -> dict[str, Any]:
+    def _training(self, names: Sequence[str], steps: int, counts: str) -> dict[str, Job]:
         options = self.options
-        return {
-            "engine": engine,
-            "model": options.model,
-            "precision": options.precision,
-            "device": options.device,
-            "world": options.world,
-            "threads": options.threads,
-            "steps": steps,
-            "count": count,
-        }
+        settings = {"model": options.model, "precision": options.precision, "steps": steps, "counts": counts}
+        return {name: self._job(name, "training:train", {**settings, "engine": name}) for name in names}
 
-    def _train(self, engine: str, repeat: int, steps: int, count: bool) -> dict[str, Any] | None:
-        ranks = self._launch("worker.py", self._job(engine, steps, count), self.options.world)
-        return None if ranks is None else {"engine": engine, "repeat": repeat, "ranks": ranks}
-
-    def _launch(self, script: str, job: Mapping[str, Any], world: int) -> list[dict[str, Any]] | None:
-        """Launch unless this engine has failed before: a broken peer costs one timeout and stops nothing."""
-        engine = job["engine"]
-        if engine in self.failures:
-            return None
-        try:
-            return launch(script, job, world, self.options.timeout, self.trees.get(engine))
-        except RunFailed as error:
-            self.failures[engine] = str(error)
-            print(f"{engine}: failed: {error}", flush=True)
-            return None
-
-    def _launch_in_turns(
-        self, script: str, jobs: Sequence[Mapping[str, Any]], world: int
-    ) -> list[tuple[str, list[dict[str, Any]]]]:
-        """Launch all ``jobs`` at the same time; one failure ends the benchmark, because the others wait for turns."""
-        worlds = [World(job, self.trees.get(job["engine"])) for job in jobs]
-        measured = launch_in_turns(script, worlds, world, self.options.timeout)
-        return [(job["engine"], ranks) for job, ranks in zip(jobs, measured, strict=True)]
+    def _job(self, name: str, worker: str, settings: Mapping[str, Any], is_fake: bool = False) -> Job:
+        options = self.options
+        world, device = (1, "cpu") if is_fake else (options.world, options.device)
+        job = {"world": world, "device": device, "threads": options.threads, "timeout_s": options.timeout}
+        tree = {"tree": self._tree} if "@" in name else {}
+        return Job(worker, settings, is_fake=is_fake, **job, **tree)
 
     def _require_equal_losses(self, run: Mapping[str, Any]) -> None:
-        difference = report.loss_difference(run, self.checks[REFERENCE], self.options.precision)
+        tolerance = report.LOSS_TOLERANCE[self.options.precision]
+        difference = report.loss_difference(run, self.checks[REFERENCE], tolerance)
         if difference is not None:
             raise SystemExit(
                 f"error: engines must have equal losses for their times to be compared, but differ at {difference}. "
@@ -179,70 +125,54 @@ def show(path: Path) -> None:
             "from `run.py --out`."
         )
     settings = content["settings"]
-    peers = [name for name in settings["engines"] if name not in engines.OURS]
+    pairs = report.pairs_of([name for name in settings["engines"] if name not in engines.OURS])
     if content["runs"]:
-        counted = {run["engine"]: run["ranks"][0]["collectives"] for run in content["loss_checks"]}
         measured = report.by_engine(content["runs"], settings["warmup"])
-        print("\n" + report.training_tables(measured, counted, peers))
+        counted = {run["engine"]: report.traffic(run["ranks"][0]["collectives"]) for run in content["loss_checks"]}
+        beside = {"": ("collectives", "MiB received"), **counted}
+        print("\n" + report.figures_table(measured, report.FIGURES, beside))
+        print("\n" + report.ratio_table(measured, pairs, report.FIGURES))
     if content["overhead"]:
-        print("\n" + report.overhead_table(content["overhead"], overhead.PLAIN, peers))
+        measured = report.overheads(content["overhead"], overhead.PLAIN)
+        print("\nadded to plain torch:\n" + report.figures_table(measured, list(report.OVERHEADS)))
+        print("\n" + report.ratio_table(measured, pairs, list(report.OVERHEADS)))
     for engine, reason in content["failures"].items():
         print(f"\n{engine}: failed: {reason}")
 
 
-def check_out(revision: str, folder: Path) -> Path:
+def check_out(revision: str, folder: str) -> None:
     """Put the package as it was at a commit into ``folder``."""
-    archive = subprocess.run(
-        ["git", "archive", revision, "fairshard"], cwd=HERE.parent, check=True, capture_output=True
-    ).stdout
+    command = ["git", "archive", revision, "fairshard"]
+    archive = subprocess.run(command, cwd=HERE.parent, check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         tar.extractall(folder, filter="data")
-    return folder
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    verbatim = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=verbatim)
-    known = list(engines.ADAPTERS)
-    usual = ",".join(name for name in known if name != engines.FLOOR)
-    parser.add_argument("--engines", default=usual, help=f"comma-separated, of %(default)s and {engines.FLOOR}")
-    parser.add_argument("--model", choices=MODELS, default="gpt-29m")
-    parser.add_argument("--device", default="cpu", help="type of the ranks' devices: cpu, cuda, xpu, ...")
-    parser.add_argument("--world", type=int, help="ranks, all on this machine (default: 2 on cpu, 1 on an accelerator)")
+    parser = parser_of(__doc__, repeat=9)
+    usual = ",".join(engines.COMPARED)
+    parser.add_argument("--engines", default=usual, help="comma-separated, of %(default)s, least and plain")
     parser.add_argument("--steps", type=int, default=12, help="steps of a run, warm-up included")
     parser.add_argument("--warmup", type=int, default=3, help="first steps of a run that are not timed")
-    parser.add_argument("--repeat", type=int, default=9, help="runs of each engine, interleaved")
-    parser.add_argument("--threads", type=int, default=1, help="threads of a rank")
     parser.add_argument("--precision", choices=list(report.LOSS_TOLERANCE), default="fp32")
     parser.add_argument("--against", metavar="REV", help="also measure each fairshard engine at this commit")
     parser.add_argument("--turns", action="store_true", help="run all engines at the same time, stepping in turns")
     parser.add_argument("--overhead", action="store_true", help="measure host overhead only, train nothing")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds after which a run has failed")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/DATE-MODEL-wWORLD.json")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the tables of a result file, measure nothing")
-    options = parser.parse_args(argv)
-
-    options.engines = options.engines.split(",")
-    unknown = [name for name in options.engines if name not in known]
-    if unknown:
-        parser.error(f"unknown engines {', '.join(unknown)}; there are {', '.join(known)}")
+    options = options_of(parser, argv)
+    options.engines = names_in(parser, options.engines, engines.ADAPTERS)
     if options.against is not None:
         former = [engines.at_commit(name, options.against) for name in options.engines if name in engines.OURS]
         if not former:
             parser.error(f"--against needs one of {', '.join(engines.OURS)} in --engines")
         options.engines += former
-    if options.world is None:
-        options.world = 2 if options.device == "cpu" else 1
     if options.steps <= max(options.warmup, 2):
         parser.error(f"--steps {options.steps} leaves nothing to measure: memory needs 3, time --warmup + 1")
-    if min(options.world, options.repeat, options.threads) < 1:
-        parser.error("--world, --repeat and --threads must be at least 1")
     if options.out is None:
-        what = "overhead" if options.overhead else f"{options.model}-w{options.world}"
-        what += "" if options.device == "cpu" else f"-{options.device}"
-        suffix = "" if options.precision == "fp32" else f"-{options.precision}"
-        suffix += "" if options.against is None else f"-against-{options.against.replace('/', '-')}"
-        options.out = record.RESULTS / f"{datetime.date.today()}-{what}{suffix}.json"
+        parts = ["overhead"] if options.overhead else [options.model, f"w{options.world}"]
+        parts += [part for part in (options.device, options.precision) if part not in ("cpu", "fp32")]
+        parts += [] if options.against is None else ["against", options.against.replace("/", "-")]
+        options.out = record.result_file(*parts)
     return options
 
 
@@ -252,11 +182,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(options.show)
         return 0
     with tempfile.TemporaryDirectory(prefix="fairshard-tree-") as folder:
-        trees = {}
         if options.against is not None:
-            former = check_out(options.against, Path(folder))
-            trees = {name: former for name in options.engines if name.endswith(f"@{options.against}")}
-        session = Session(options, trees, argv)
+            check_out(options.against, folder)
+        session = Session(options, folder, argv)
         if not options.overhead:
             session.check_losses()
             session.measure_training()

@@ -34,6 +34,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: every cell of a big matrix; runs with -m 'full or not full' only")
     config.addinivalue_line("markers", "pairs: without `full`, only cells that together hold every pair of parameters")
+    config.addinivalue_line("markers", "gpu: what only a device can show; runs with --device only")
     config.addinivalue_line("markers", "cpu_only(reason): tests behaviour of gloo or of CPU memory only")
     # torch's store looks up the name of each rank that connects, and a DNS server may drop the question: 1 s, not 5 s.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
@@ -106,12 +107,11 @@ def pytest_collection_modifyitems(config, items):
     """Mark what only ``make test-all`` runs; on another device, skip what needs more of them or is about the CPU."""
     leave_cells_to_full(items)
     if config.getoption("--device") == "cpu":
+        _deselect(config, items, [item for item in items if item.get_closest_marker("gpu")])
         return
     max_ranks = _max_ranks(config)
     if config.getoption("--device") == "sim":
-        left_out = [item for item in items if not _takes_device(item)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if _takes_device(item)]
+        _deselect(config, items, [item for item in items if not _takes_device(item)])
     for item in items:
         world_size = getattr(item, "callspec", None) and item.callspec.params.get("world_size", 1)
         on_cpu = item.get_closest_marker("cpu_only")
@@ -121,6 +121,11 @@ def pytest_collection_modifyitems(config, items):
         elif (world_size or 1) > max_ranks:
             reason = f"needs {world_size} ranks, but the devices have room for {max_ranks}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _deselect(config, items, left_out):
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def _takes_device(item):

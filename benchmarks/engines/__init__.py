@@ -21,13 +21,14 @@ ADAPTERS = {
     "least": "least",
     "ddp": "ddp",
     "deepspeed": "deepspeed",
+    "plain": "plain",
 }
 
 OURS = ("fairshard", "fairshard-fully-shard")
 """The wrapper and ``fully_shard``; all other engines are peers."""
 
-FLOOR = "least"
-"""Decides and checks nothing; measured only where ``--engines`` names it."""
+COMPARED = tuple(name for name in ADAPTERS if name not in ("least", "plain"))
+"""What ``run.py`` measures by default. `least` decides and checks nothing: it is measured only where it is named."""
 
 VARIANTS = {
     "fsdp2": ("fsdp2", "fsdp2-prefetch"),
@@ -58,6 +59,12 @@ def can_compare(ours: str, peer: str) -> bool:
 
 
 def build(variant: str, model: nn.Module, units: nn.Module, options: Options) -> Engine:
-    """Wrap ``model`` in the engine that ``variant`` names. Only this engine's packages are imported."""
+    """Wrap ``model`` in the engine that ``variant`` names. Only this engine's packages are imported.
+
+    ``"placed/held"`` is the setting ``held`` of the adapter ``placed``, which is not among `ADAPTERS`.
+    """
+    family, _, setting = variant.partition("/")
+    if setting:
+        return importlib.import_module(f"engines.{family}").build(setting, model, units, options)
     adapter = importlib.import_module(f"engines.{ADAPTERS[adapter_of(variant)]}")
     return adapter.build(model, units, replace(options, prefetch=variant.endswith("-prefetch")))

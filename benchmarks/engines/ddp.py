@@ -10,7 +10,7 @@ from engines.engine import Engine, Options
 
 def build(model: nn.Module, units: nn.Module, options: Options) -> Engine:
     """Wrap the root alone (DDP has no units); bf16 is autocast, since DDP keeps fp32 parameters."""
-    engine = Engine(nn.parallel.DistributedDataParallel(model))
+    engine = Engine(nn.parallel.DistributedDataParallel(model), options)
     if options.bf16:
         engine.autocast = torch.autocast(options.device.type, torch.bfloat16)
     return engine

@@ -1,4 +1,4 @@
-"""What a benchmark asks of an engine: three calls that make up a training step."""
+"""What a benchmark asks of an engine: the calls that make up a training step."""
 
 from __future__ import annotations
 
@@ -22,15 +22,22 @@ class Options:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where the model is and computes."""
     batch: int = 1
-    """Sequences per rank and step, which DeepSpeed must know."""
+    """Sequences per rank and backward, which DeepSpeed must know."""
+    accumulate: int = 1
+    """Backwards of a step, which DeepSpeed must know."""
+    is_offloaded: bool = False
+    """Keep shards and optimizer state in host memory."""
+    max_norm: float | None = None
+    """Clip the norm of all gradients exactly, in every step."""
 
 
 class Engine:
     """A wrapped model with its optimizer; an adapter overrides what its engine does differently."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
+    def __init__(self, model: nn.Module, options: Options, optimizer: torch.optim.Optimizer | None = None):
         self.model = model
         self.optimizer = optimizer or fused_adamw(model)
+        self.max_norm = options.max_norm
         self.autocast: AbstractContextManager[object] = nullcontext()
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -39,12 +46,24 @@ class Engine:
             logits = self.model(tokens)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        """Compute gradients; ``is_last`` in a step."""
         loss.backward()
 
     def step(self) -> None:
+        """Clip, if it was asked for, and step."""
+        if self.max_norm is not None:
+            self.clip(self.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def clip(self, max_norm: float) -> None:
+        """Clip gradients, by the method that wrappers have for it."""
+        own = getattr(self.model, "clip_grad_norm_", None)
+        own(max_norm) if own else nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def finish(self) -> None:
+        """What belongs to a step and is not timed."""
 
 
 def fused_adamw(model: nn.Module) -> torch.optim.AdamW:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -10,6 +12,12 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 
 
 def build(model: nn.Module, units: nn.Module, options: Options) -> Engine:
-    precision = {"mixed_precision": True, "compute_dtype": torch.bfloat16} if options.bf16 else {}
-    wrap_children(units, lambda unit: FSDP(unit, **precision))
-    return Engine(FSDP(model, **precision))
+    return Engine(wrapped(model, units, options), options)
+
+
+def wrapped(model: nn.Module, units: nn.Module, options: Options, **settings: Any) -> FSDP:
+    """Wrap ``model``, and the children of ``units`` first."""
+    if options.bf16:
+        settings.update(mixed_precision=True, compute_dtype=torch.bfloat16)
+    wrap_children(units, lambda unit: FSDP(unit, **settings))
+    return FSDP(model, **settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from engines.engine import Engine, Options, wrap_children
@@ -15,6 +15,7 @@ def build(model: nn.Module, units: nn.Module, options: Options) -> Engine:
     settings = {
         "device_id": options.device,  # without it FSDP1 looks for an accelerator and fails
         "mixed_precision": MixedPrecision(bf16, bf16, bf16) if options.bf16 else None,
+        "cpu_offload": CPUOffload(options.is_offloaded),
     }
     if options.prefetch:
         settings |= {
@@ -23,4 +24,4 @@ def build(model: nn.Module, units: nn.Module, options: Options) -> Engine:
             "limit_all_gathers": True,
         }
     wrap_children(units, lambda unit: FSDP(unit, **settings))
-    return Engine(FSDP(model, **settings))
+    return Engine(FSDP(model, **settings), options)

@@ -6,20 +6,20 @@ import itertools
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from engines.engine import Engine, Options
 
 
 def build(model: nn.Module, units: nn.Module, options: Options) -> Engine:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if options.bf16 else None)
+    offload = CPUOffloadPolicy(options.device.type != "cpu") if options.is_offloaded else OffloadPolicy()
     children = list(units.children())
-    for unit in children:
-        fully_shard(unit, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    for module in [*children, model]:
+        fully_shard(module, mp_policy=policy, offload_policy=offload)
     if options.prefetch:
         _prefetch_neighbours([model, *children])
-    return Engine(model)
+    return Engine(model, options)
 
 
 def _prefetch_neighbours(in_forward_order: list[nn.Module]) -> None:

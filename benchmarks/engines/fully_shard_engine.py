@@ -13,4 +13,4 @@ def build(model: nn.Module, units: nn.Module, options: Options) -> Engine:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if options.bf16 else None)
     for unit in list(units.children()):
         fully_shard(unit, mp_policy=policy)
-    return Engine(fully_shard(model, mp_policy=policy))
+    return Engine(fully_shard(model, mp_policy=policy), options)

@@ -30,7 +30,7 @@ def build(model: nn.Module, units: nn.Module, options: Options) -> Engine:
     inner = [_Unit(unit, sums, number) for number, unit in enumerate(units.children(), 1)]
     root = _Root(model, sums, inner)
     shards = [unit.shard for unit in (*inner, *([] if root.unit is None else [root.unit]))]
-    return Engine(model, torch.optim.AdamW(shards, lr=1e-3, fused=True))
+    return Engine(model, options, torch.optim.AdamW(shards, lr=1e-3, fused=True))
 
 
 class _Unit:

@@ -13,7 +13,7 @@ NCCL and others         all_gather_single                          reduce_scatte
 ======================  =========================================  =======================================
 
 A direct exchange is one ``isend`` and one ``irecv`` per peer, directly between rows: gloo's own all-gather and
-reduce-scatter copy more and take two to five times as long (``benchmarks/micro/collectives.py``). It has its own
+reduce-scatter copy more and take two to five times as long (``benchmarks/collectives.py``). It has its own
 process group. Local sums add in rank order, in fp32 for narrower dtypes, so that they do not depend on timing.
 """
 
@@ -37,7 +37,7 @@ from fairshard.utils.transfers import Chain, Message, Transfer, Works
 
 __all__ = ["counters", "reset_counters"]
 
-# Four ranks on two cores: below this many bytes gloo's own all-gather is faster (docs/notes/collectives.md).
+# Four ranks on two cores: below this many bytes gloo's own all-gather is faster (docs/notes/history.md).
 _EXCHANGE_MIN_BYTES_AT_FOUR = 1 << 20
 
 # Methods of the group, not functions of torch.distributed, which cost twice as much host time. Renamed in torch

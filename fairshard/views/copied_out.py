@@ -30,7 +30,7 @@ _ALIGNMENT = 64
 
 _NEEDED, _LEAST_NUMEL = 16, 1 << 16
 """Bytes, and elements: a product of large 16-bit matrices takes 3 to 8 times as long on an H200 if one of them begins
-at an address that is no multiple of 16 (docs/notes/gpu.md); one copy takes less."""
+at an address that is no multiple of 16 (docs/notes/hardware.md); one copy takes less."""
 
 
 def is_to_align(shapes: Sequence[torch.Size], starts: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:

@@ -9,7 +9,8 @@ import engines
 import pytest
 import report
 import run
-from launch import HERE, World, launch, launch_in_turns
+from runner import HERE, Job
+from runner import run as run_jobs
 
 PUBLIC = {"fairshard", "fairshard.checkpoint", "fairshard.nn", "fairshard.optim"}
 MOVES = {"nn/data_parallel": "rooms/engine", "utils": "rooms/tools"}
@@ -54,17 +55,18 @@ def moved(tmp_path_factory):
 @pytest.mark.parametrize("door", engines.OURS)
 def test_both_layouts_are_measured_alike(moved, door):
     """Losses, collectives and calls are the same wherever the files are, and memory and times are measured."""
-    training = {"model": "gpt-5m", "precision": "fp32", "world": 2, "threads": 1, "steps": 3, "count": True}
-    now = launch("worker.py", {**training, "engine": door}, 2, 120)
-    former = launch("worker.py", {**training, "engine": engines.at_commit(door, "v0")}, 2, 120, moved)
+    settings = {"model": "gpt-5m", "steps": 3, "counts": "step"}
+    (now,) = run_jobs(Job("training:train", {**settings, "engine": door}))
+    former = Job("training:train", {**settings, "engine": engines.at_commit(door, "v0")}, tree=str(moved))
+    (former,) = run_jobs(former)
     for rank, other in zip(now, former, strict=True):
         assert rank["losses"] == other["losses"]
         assert rank["collectives"] == other["collectives"]
         assert rank["collectives"]["own_counters"]["all_gather"][0] > 0
         assert other["peak_bytes"] > 0
-    tiny = {"passes": 1, "threads": 1}
-    (now,) = launch("overhead.py", {**tiny, "engine": door}, 1, 120)
-    (former,) = launch("overhead.py", {**tiny, "engine": engines.at_commit(door, "v0")}, 1, 120, moved)
+    tiny = {"engine": door, "passes": 1}
+    ((now,),) = run_jobs(Job("overhead:measure", tiny, world=1, is_fake=True))
+    ((former,),) = run_jobs(Job("overhead:measure", tiny, world=1, is_fake=True, tree=str(moved)))
     assert now["calls_per_unit"] == former["calls_per_unit"]
 
 
@@ -74,9 +76,10 @@ def test_each_door_is_compared_with_its_own_former_commit():
     variants = [door, other, engines.at_commit(door, "v-0"), engines.at_commit(other, "v-0"), "fsdp2"]
     assert [engines.adapter_of(name) for name in variants] == [door, other, door, other, "fsdp2"]
     measured = {name: {0: dict.fromkeys(report.FIGURES, index + 1.0)} for index, name in enumerate(variants)}
-    ratios = report.training_tables(measured, {}, variants[2:]).split("\n\n")[1:]
-    first_words = [[line.split()[0] for line in table.splitlines() if line[0] not in "-*"] for table in ratios]
-    assert first_words == [[door, variants[2], "fsdp2"], [other, variants[3], "fsdp2"]]
+    pairs = [(door, variants[2]), (door, "fsdp2"), (other, variants[3]), (other, "fsdp2")]
+    assert report.pairs_of(variants[2:]) == pairs
+    _, _, *rows, _ = report.ratio_table(measured, pairs, report.FIGURES).splitlines()
+    assert [row.split()[:3:2] for row in rows] == [list(pair) for pair in pairs]
 
 
 def test_against_adds_the_former_commit_of_each_door(tmp_path):
@@ -88,45 +91,39 @@ def test_against_adds_the_former_commit_of_each_door(tmp_path):
         run.parse(["--engines", "fsdp2", *arguments])
 
 
-def test_a_rank_takes_fairshard_from_this_checkout_or_from_the_tree(tmp_path):
+@pytest.mark.cpu_only("starts processes of its own, on gloo")
+def test_a_rank_takes_fairshard_from_this_checkout_or_from_the_tree(tmp_path, monkeypatch):
     """A rank imports neither an installed fairshard nor the one on the caller's PYTHONPATH."""
-    script = tmp_path / "where.py"
-    script.write_text(
-        "import fairshard, json, sys\n"
-        "job = json.loads(sys.argv[1])\n"
-        "open(job['result'], 'w').write(json.dumps(fairshard.__file__))\n"
-    )
-    (now,) = launch(str(script), {"threads": 1}, 1, 60)
+    (tmp_path / "where.py").write_text("import fairshard\n\ndef where(rank):\n    return fairshard.__file__\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ((now,),) = run_jobs(Job("where:where", {}, world=1))
     assert Path(now).parents[1] == HERE.parent
-    (tmp_path / "fairshard").mkdir()
-    (tmp_path / "fairshard" / "__init__.py").touch()
-    (former,) = launch(str(script), {"threads": 1}, 1, 60, tmp_path)
-    assert Path(former).parents[1] == tmp_path
+    (tmp_path / "tree" / "fairshard").mkdir(parents=True)
+    (tmp_path / "tree" / "fairshard" / "__init__.py").touch()
+    ((former,),) = run_jobs(Job("where:where", {}, world=1, tree=str(tmp_path / "tree")))
+    assert Path(former).parents[1] == tmp_path / "tree"
 
 
 STEPS = """
-import json, sys, time
-sys.path.insert(0, {here!r})
-from turn import Turn
-job = json.loads(sys.argv[1])
-turn = Turn.open(job["turn"]) if job["rank"] == 0 else None
-spans = []
-for _ in range(3 if turn else 0):
-    turn.wait()
-    begun = time.monotonic()
-    time.sleep(0.05)
-    spans.append((begun, time.monotonic()))
-    turn.pass_on()
-open(job["result"], "w").write(json.dumps(spans))
+import time
+
+def steps(rank):
+    spans = []
+    for _ in range(3):
+        with rank.turn():
+            begun = time.monotonic()
+            time.sleep(0.05)
+            spans.append((begun, time.monotonic()))
+    return spans
 """
 
 
-def test_worlds_that_take_turns_step_one_at_a_time(tmp_path):
-    """All worlds run at the same time, but each step begins after the step of the previous world has ended."""
-    script = tmp_path / "steps.py"
-    script.write_text(STEPS.format(here=str(HERE)))
-    measured = launch_in_turns(str(script), [World({"threads": 1})] * 3, 2, 60)
-    by_world = [ranks[0] for ranks in measured]
-    assert [len(spans) for spans in by_world] == [3, 3, 3]
-    spans = [spans[step] for step in range(3) for spans in by_world]
+@pytest.mark.cpu_only("starts processes of its own, on gloo")
+def test_jobs_that_take_turns_step_one_at_a_time(tmp_path, monkeypatch):
+    """All jobs run at the same time, but each step begins after the step of the previous job has ended."""
+    (tmp_path / "steps.py").write_text(STEPS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    by_job = [ranks[0] for ranks in run_jobs(*[Job("steps:steps", {})] * 3)]
+    assert [len(spans) for spans in by_job] == [3, 3, 3]
+    spans = [spans[step] for step in range(3) for spans in by_job]
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))

@@ -7,8 +7,8 @@ import math
 import engines
 import pytest
 import record
-import report
 import run
+from training import PHASES
 
 COMMITTED = sorted(record.RESULTS.glob("*.json"))
 OF_RUN = [path for path in COMMITTED if '"loss_checks"' in path.read_text()]
@@ -17,7 +17,7 @@ HEADER = {"generated_by": "python benchmarks/run.py", "settings": {"repeat": 2}}
 
 def a_run(engine, repeat, seconds):
     """One rank, four steps: the first is a warm-up, the others take the same time."""
-    times = {part: [9.0, seconds, seconds, seconds] for part in (*report.PHASES, "cpu")}
+    times = {part: [9.0, seconds, seconds, seconds] for part in (*PHASES, "cpu")}
     ranks = [{"losses": [8.5] * 4, "times": times, "peak_bytes": 3 * 2**20, "collectives": None}]
     return {"engine": engine, "repeat": repeat, "ranks": ranks}
 
@@ -58,10 +58,10 @@ def test_a_file_says_first_what_wrote_it(tmp_path):
 
 def test_a_header_names_no_folder_of_this_machine(tmp_path):
     """Absolute paths lose their folders in the command and in the settings; the rest of the command stays."""
-    out, script = tmp_path / "out.json", record.ROOT / "benchmarks" / "micro" / "collectives.py"
+    out, script = tmp_path / "out.json", record.ROOT / "benchmarks" / "checkpoint.py"
     options = argparse.Namespace(out=out, folder=f"{tmp_path}/disk", engines=["fsdp2"], sizes=[1, 2], against=None)
     header = record.header(str(script), options, ["--out", str(out), f"--folder={tmp_path}/disk", "--sizes", "1", "2"])
-    command = "python benchmarks/micro/collectives.py --out out.json --folder=disk --sizes 1 2"
+    command = "python benchmarks/checkpoint.py --out out.json --folder=disk --sizes 1 2"
     assert header["generated_by"] == command
     assert header["settings"] == {**vars(options), "out": "out.json", "folder": "disk"}
     assert str(tmp_path) not in json.dumps(header)
@@ -96,7 +96,7 @@ def test_shown_figures_are_those_of_the_runs(tmp_path, capsys):
     run.main(["--show", str(tmp_path / "out.json")])
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["fairshard", "750", "[750..750]"] in [line[:3] for line in printed]
-    assert [peer, "0.50", "[0.50..0.50]"] in [line[:3] for line in printed]
+    assert ["fairshard", "over", peer, "0.50", "[0.50..0.50]"] in [line[:5] for line in printed]
     assert ["fsdp1:", "failed:", "why", "not"] in printed
 
 

@@ -1,5 +1,4 @@
-"""``make gpu``: runs every line of docs/notes/gpu.md on the accelerator that is there, and ticks those that pass.
+"""Claims that only a real device can show: ``make gpu``, or ``pytest -m gpu --device cuda``.
 
-``page.py`` reads the list and ticks it; ``check.py`` binds lines to checks; ``lines/`` has the checks; ``parts.py``
-runs them in parts of limited time; ``results.py`` writes what has finished, at once; ``report.py`` makes a page of it.
+They also run on the simulated accelerator (``--device sim``), in small sizes, and not on the CPU.
 """

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import time
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +11,7 @@ from torch import nn
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer
-from tests.gpu.check import Missed
-from tests.gpu.delays import late
+from tests.gpu.delays import SIMULATED, late
 from tests.kit import rank_device
 from tests.models import Block
 
@@ -130,29 +128,25 @@ def digest(tensors):
     return line.hexdigest()[:16]
 
 
-def same_when_late(role, *ways):
-    """Each of ``ways`` gives the same bits when work on the stream of ``role`` is late.
-
-    Raises:
-        Missed: it does not.
-    """
+def check_when_late(role, *ways):
+    """Each of ``ways`` gives the same bits when work on the stream of ``role`` is late."""
     for way in ways:
         expected = digest(train(way))
         with late(role):
-            actual = digest(train(way))
-        if actual != expected:
-            raise Missed(f"a late {role} stream changes the weights of {way}", {})
-    return {"ways of training": len(ways)}
+            assert digest(train(way)) == expected, f"a late {role} stream changes the weights of {way}"
 
 
-def median_ms(act):
-    """The median time of five calls of ``act``, with its work on the device, in milliseconds."""
+def is_small():
+    """Whether sizes are small because times and memory are simulated."""
+    return rank_device().type == SIMULATED
+
+
+def peak_of(function):
+    """``(result, bytes)``: the most bytes that ``function`` held on the device beyond those held before."""
     module = torch.get_device_module(rank_device().type)
-    times = []
-    for _ in range(5):
-        module.synchronize()
-        begin = time.perf_counter()
-        act()
-        module.synchronize()
-        times.append(time.perf_counter() - begin)
-    return 1e3 * sorted(times)[2]
+    module.synchronize()
+    before = module.memory_allocated()
+    module.reset_peak_memory_stats()
+    result = function()
+    module.synchronize()
+    return result, module.max_memory_allocated() - before

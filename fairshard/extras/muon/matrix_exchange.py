@@ -102,10 +102,6 @@ class MatrixExchange:
     """Steps that the ranks of ``comm`` take together for the matrices ``blocks``, if some are cut among them.
 
     Messages are on ``device``.
-
-    Attributes:
-        is_connected: whether a rank of ``comm`` is in several such groups; known after `agree`.
-        explores: whether a rank of ``comm`` does not know yet how these are connected; known after `agree`.
     """
 
     def __init__(self, comm: Communicator, device: torch.device, blocks: Sequence[Block]) -> None:
@@ -119,7 +115,6 @@ class MatrixExchange:
         self._digest = hashlib.sha256("\n".join(self._lines).encode()).digest()[:8]
         self._jobs: list[list[Block]] = []  # for each rank, the cut blocks that it computes
         self._running: tuple[Transfer, Tensor] | None = None  # with what it sends
-        self.is_connected = self.explores = False
 
     @property
     def is_agreed(self) -> bool:
@@ -133,20 +128,19 @@ class MatrixExchange:
 
     # ---- agreeing
 
-    def agree(self, error: Exception | None, is_in_several: bool = False, explores: bool = False) -> set[OwnPart]:
+    def agree(self, error: Exception | None) -> set[OwnPart]:
         """The cut parameters that have gradients, the same on every rank. **Collective**: a message of 512 bytes.
 
         One byte in it is for each matrix twice; what does not fit follows once all are known to hold the same matrices.
 
-        ``error``: why this rank cannot step; then all ranks raise. ``is_in_several``: whether this rank is in several
-        groups that exchange matrices, ``explores``: whether it does not know yet how they are connected.
+        ``error``: why this rank cannot step; then all ranks raise.
 
         Raises:
             RanksDisagreeError: on all ranks, if they step different parameters, or if only some ranks have a gradient.
         """
         has = [part.has_grad for part in self._parts]
         counts = [bool(part.span.numel) for part in self._parts]  # a rank without elements may have no gradient either
-        head = [*self._digest, *(255 - byte for byte in self._digest), error is not None, is_in_several, explores]
+        head = [*self._digest, *(255 - byte for byte in self._digest), error is not None]
         own = [one and counted for one, counted in zip(has, counts, strict=True)]
         own += [not one and counted for one, counted in zip(has, counts, strict=True)]
         message = [*head, *own]
@@ -163,7 +157,6 @@ class MatrixExchange:
 
     def _check(self, most: bytes, error: Exception | None) -> None:
         """Raise if ranks hold different matrices, or one has an ``error``."""
-        self.is_connected, self.explores = bool(most[17]), bool(most[18])
         if most[:8] != self._digest or most[8:16] != bytes(255 - byte for byte in self._digest):
             self._raise_difference()
         if most[16]:

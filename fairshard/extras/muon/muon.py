@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from fairshard.errors import ShardOptimizerError
-from fairshard.extras.muon.connected_groups import ConnectedGroups
 from fairshard.extras.muon.matrix_exchange import Block, MatrixExchange, blocks_of
 from fairshard.extras.muon.newton_schulz import DEFAULT_COEFFICIENTS, orthogonalized
 from fairshard.extras.muon.own_part import OwnPart, layout_of, own_parts
@@ -231,8 +230,8 @@ class _Plan:
     Attributes:
         matrices, others: for each param group the parts that are matrices or stacks of them, and all other parts.
         here: matrices that this rank has whole.
-        exchanges: one for each process group whose ranks cut matrices, in the same order on all ranks.
-        groups: how these process groups are connected.
+        exchanges: one for each process group whose ranks cut matrices, in the same order on all ranks, larger ones
+            later.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]]) -> None:
@@ -265,8 +264,7 @@ class _Plan:
         self.exchanges = [exchange for exchange in every_exchange if exchange.has_cut]
         # A rank may make a plan alone, for example to load its own state: it must not ask again what is agreed.
         self._asked = [exchange for exchange in every_exchange if exchange.has_cut or not exchange.is_agreed]
-        comms = [exchange.comm for exchange in self._asked]
-        self.groups = ConnectedGroups(comms, [exchange.has_cut for exchange in self._asked])
+        self._not_nested = _not_nested([exchange.comm for exchange in self._asked])
 
     def fits(self, param_groups: list[dict[str, Any]]) -> bool:
         """Whether the plan is the one of ``param_groups``."""
@@ -274,19 +272,15 @@ class _Plan:
 
     def agree(self) -> set[OwnPart]:
         """The matrices that have a gradient. **Collective** at first, and with `exchanges`; raises on all ranks."""
-        error: Exception | None = self._misplaced
+        error: Exception | None = self._misplaced or self._not_nested
         if any(param.grad is not None and param.grad.is_sparse for param in self._params):
             error = RuntimeError("Muon needs dense gradients, but one is sparse. Build the embedding without `sparse`.")
         found: set[OwnPart] = set()
-        for exchange in self._asked:
+        for exchange in self._asked:  # the largest last: it contains the others, and tells all their ranks of an error
             try:
-                found |= exchange.agree(error, self.groups.are_several, not self.groups.are_known)
+                found |= exchange.agree(error)
             except (RuntimeError, ValueError, KeyError, TypeError) as refused:  # by all ranks of this group
                 error = refused
-        if any(exchange.is_connected for exchange in self._asked):
-            if any(exchange.explores for exchange in self._asked) and self.groups.are_known:
-                self.groups.forget()
-            error = self.groups.spread(error, self._asked[0].device)
         if error is not None:
             raise error
         self._asked = self.exchanges
@@ -314,10 +308,26 @@ def _placed(value: Tensor) -> tuple[tuple[int, ...], Any]:
     return tuple(value.shape), value.placements if isinstance(value, DTensor) else None
 
 
-def _place_of(asked: tuple[Communicator, torch.device]) -> tuple[list[int], str, str]:
-    """The place of a process group among others, the same on all ranks."""
+def _place_of(asked: tuple[Communicator, torch.device]) -> tuple[int, list[int], str, str]:
+    """The place of a process group among others, the same on all ranks; larger ones come later."""
     group = asked[0].group
-    return dist.get_process_group_ranks(group), group.group_name, asked[1].type
+    ranks = dist.get_process_group_ranks(group)
+    return len(ranks), ranks, group.group_name, asked[1].type
+
+
+def _not_nested(comms: list[Communicator]) -> ShardOptimizerError | None:
+    """An error if the last of ``comms``, the largest, does not contain the ranks of the others.
+
+    All ranks of all of them raise it: those of a group that is not contained pass it on.
+    """
+    ranks = [dist.get_process_group_ranks(comm.group) for comm in comms]
+    outside = next((own for own in ranks if not set(own) <= set(ranks[-1])), None)
+    if outside is None:
+        return None
+    return ShardOptimizerError(
+        f"Of the process groups that cut the matrices of a Muon, one must contain the others, but ranks {outside} and "
+        f"ranks {ranks[-1]} do not contain each other. Build a Muon for the matrices of each group."
+    )
 
 
 def _key_of(param_groups: list[dict[str, Any]]) -> list[Any]:

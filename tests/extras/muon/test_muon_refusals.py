@@ -10,11 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fairshard.errors import FairshardError, RanksDisagreeError, ShardOptimizerError
-from fairshard.extras.muon.connected_groups import ConnectedGroups, num_hops
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import RowBlocks, fully_shard
 from fairshard.optim import CPUOptimizer, Muon
-from fairshard.utils.transfers import Transfer
 from tests.extras.muon.mixture import LAYOUTS, OPTIONS, Mixture, backward, full, muon_of, train
 from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
@@ -186,7 +184,7 @@ def test_one_rank_may_prepare_steps_without_exchanges_again():
 
 @on_ranks(4)
 @pytest.mark.parametrize("backwards", [(), in_full((0, 1, 2, 3)), (1,)], ids=str)
-def test_an_error_reaches_all_connected_groups(backwards):
+def test_an_error_reaches_all_groups_of_the_largest(backwards):
     """Experts on pairs beside a layer on all ranks: a gradient that one expert lacks makes all ranks raise.
 
     Ranks may list parameters of several groups in any order.
@@ -202,13 +200,13 @@ def test_an_error_reaches_all_connected_groups(backwards):
         model(randn(4, 6)).square().sum().backward()
         before = [param.to_local().clone() for param in params]
         grad = expert.weight.grad
-        if step < 2:  # in the first step ranks do not know of other groups yet
+        if step < 2:
             if rank == 3:
                 expert.weight.grad = None
             refused(optimizer, RuntimeError, r"`1.weight` has none on rank 3")
             assert all(torch.equal(param.to_local(), value) for param, value in zip(params, before, strict=True))
             expert.weight.grad = grad
-        if rank == 2 and step == 2:  # alone: what ranks know of the groups stays, or is found out again
+        if rank == 2 and step == 2:  # alone: the others do not ask again
             optimizer.load_state_dict(optimizer.state_dict())
         elif rank == 1 and step == 2:
             again = Muon(optimizer.param_groups[0]["params"])
@@ -218,66 +216,20 @@ def test_an_error_reaches_all_connected_groups(backwards):
         assert not any(torch.equal(param.to_local(), value) for param, value in zip(params, before, strict=True))
 
 
-class PlainComm:
-    """Ranks of a process group, with the methods of a `Communicator` that errors travel by."""
-
-    def __init__(self, ranks):
-        self.peers = list(ranks)
-        self.group = dist.new_group(list(ranks))
-        self.world_size = len(ranks)
-
-    def all_reduce(self, tensor, op):
-        dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self.group)
-        return Transfer(result=tensor)
-
-    def gather_objects(self, value):
-        every = [None] * self.world_size
-        dist.all_gather_object(every, value, group=self.group)
-        return every
-
-    def agree(self, number, device):
-        return len(set(self.gather_objects(number))) == 1
-
-
 @on_ranks(4)
-@pytest.mark.parametrize(
-    "chain", [((0, 1), (0, 2)), ((0, 1), (1, 2), (2, 3)), ((2, 3), (1, 2), (0, 1)), ((0, 1, 2, 3),)]
-)
-def test_errors_pass_along_chains_of_groups(chain):
-    """Whatever the order of the groups, an error that one has agreed on reaches all, at first and later on."""
-    rank = dist.get_rank()
-    comms = [comm for ranks in chain for comm in [PlainComm(ranks)] if rank in ranks]
-    if not comms:
-        return
-    groups = ConnectedGroups(comms, [True] * len(comms))
-    assert groups.are_several == (len(comms) > 1)
-    for failing in ((), chain[0], (), chain[-1]):
-        own = RanksDisagreeError("because") if rank in failing else None
-        found = groups.spread(own, rank_device())
-        if not failing or rank in failing:
-            assert found is own
-        else:
-            assert isinstance(found, RanksDisagreeError)
-            assert "so all ranks raise: " in str(found)
-            assert str(found).endswith("because")
-
-
-@pytest.mark.parametrize(
-    ("groups", "expected"),
-    [
-        ([], 0),
-        ([(0, 1, 2)], 0),
-        ([(0, 1), (2, 3)], 0),
-        ([(0, 1), (0, 2)], 1),
-        ([(0, 1), (1, 2), (2, 3)], 2),
-        ([(0, 1, 2, 3), (0, 2), (1, 3)], 1),
-        ([(rank, rank + 1) for rank in range(7)], 6),
-        ([(0, 1, 2, 3), (3, 4), (4, 0)], 1),
-    ],
-)
-def test_hops_between_groups(groups, expected):
-    """From all ranks of a group, the most groups until a message has reached every connected rank."""
-    assert num_hops(frozenset(group) for group in groups) == expected
+def test_groups_that_do_not_contain_each_other():
+    """Layers cut along two axes of a mesh: all ranks raise before anything has changed; two optimizers step them."""
+    mesh = init_device_mesh(rank_device().type, (2, 2), mesh_dim_names=("rows", "columns"))
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 4, bias=False)).to(rank_device())
+    for layer, name in zip(model, mesh.mesh_dim_names, strict=True):
+        fully_shard(layer, mesh=mesh[name])
+    params = list(model.parameters())
+    model(randn(4, 6)).square().sum().backward()
+    refused(Muon(params), ShardOptimizerError, "do not contain each other. Build a Muon for the matrices of each group")
+    before = [param.to_local().clone() for param in params]
+    for param in params:
+        Muon([param]).step()
+    assert not any(torch.equal(param.to_local(), value) for param, value in zip(params, before, strict=True))
 
 
 @on_ranks(2)
