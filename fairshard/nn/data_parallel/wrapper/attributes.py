@@ -17,9 +17,8 @@ from torch.distributed import ProcessGroup
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.tree import UNIT_ATTRIBUTE, units_below, walk
 from fairshard.engine.unit import Unit
-from fairshard.errors import TrainingStateError
 from fairshard.nn.data_parallel.wrapper.forwarding import Forwarding
-from fairshard.settings.config import LateOptions, UnitConfig
+from fairshard.settings.config import UnitConfig
 from fairshard.settings.groups import MISSING, Groups, UnitGroups
 
 
@@ -33,9 +32,9 @@ class UnitAttributes(Forwarding):
         own = ["rank", "world_size", "reshard_after_forward", "mixed_precision", "fp32_reduce_scatter"]
         own += ["flatten_parameters", "cpu_offload", "compute_dtype", "move_grads_to_cpu", "bucket_cap_mb"]
         config = self._fairshard_config
-        values = {**vars(config), **vars(config.late), "rank": self.rank, "world_size": self.world_size}
-        if config.late.verbose:
-            own += [name for name in values if name not in (*own, "late")]
+        values = {**vars(config), "rank": self.rank, "world_size": self.world_size}
+        if config.verbose:
+            own += [name for name in values if name not in own]
         return ", ".join(f"{name}={values[name]}" for name in own)
 
     @property
@@ -68,7 +67,7 @@ class UnitAttributes(Forwarding):
     def no_broadcast_optim_state(self) -> bool:
         """Whether optimizer state stays on this rank: as passed, or True for an inner unit on a group of one rank."""
         config: UnitConfig = self._unit.config
-        return config.late.no_broadcast_optim_state
+        return config.no_broadcast_optim_state
 
     @property
     def flatten_parameters(self) -> Any:
@@ -111,32 +110,15 @@ class UnitAttributes(Forwarding):
         return not self._unit.is_inner
 
     def append_shared_param(self, p: nn.Parameter) -> None:
-        """Share ``p``, a parameter owned by a sibling unit that was wrapped earlier, with a module of this unit.
-
-        Tie the modules, wrap each, then call this on the second; ``p`` is the parameter of either module. The owning
-        unit is gathered whenever this one computes, and accumulates the gradients of all uses. Both units must be in
-        one outer wrapper, but not inside each other, and compute in the same dtype.
-
-        >>> from torch import nn
-        >>> from fairshard.nn import FullyShardedDataParallel as FSDP
-        >>> a, b = nn.Linear(4, 4), nn.Linear(4, 4)
-        >>> b.weight = a.weight
-        >>> a, b = FSDP(a), FSDP(b)
-        >>> b.append_shared_param(a.module.weight)
-        >>> model = FSDP(nn.Sequential(a, nn.Tanh(), b))
+        """Not supported: always raises.
 
         Raises:
-            ValueError: no module of this unit uses ``p``, or no other unit owns it.
-            TrainingStateError: the model has already run.
-
-        Source: fairscale's method of the same name, which needs ``flatten_parameters=False``.
+            NotImplementedError: a parameter belongs to one unit.
         """
-        if self._unit.root is not None:
-            raise TrainingStateError(
-                "`append_shared_param` must be called before the first forward or state dict, but unit "
-                f"`{self._unit.fqn or 'root'}` is already set up. Call it right after wrapping."
-            )
-        self._unit.origin.shared.append(p)
+        raise NotImplementedError(
+            "`append_shared_param` is not supported: a parameter belongs to one unit. Put one wrapper around both "
+            "modules, or wrap neither of them, so that the wrapper around both has the parameter."
+        )
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[UnitAttributes]:
@@ -161,7 +143,7 @@ def option_of(wrapper: UnitAttributes, name: str) -> Any:
         return config
     if name == "move_params_to_cpu":
         return config.cpu_offload
-    return getattr(config.late if name in _LATE else config, name)
+    return getattr(config, name)
 
 
 def is_inside(wrapper: UnitAttributes, name: str) -> bool:
@@ -180,9 +162,11 @@ _FAIRSCALE = {
     *("reshard_after_forward", "mixed_precision", "fp32_reduce_scatter", "flatten_parameters", "cpu_offload"),
     *("compute_dtype", "move_grads_to_cpu", "bucket_cap_mb"),
 }
-_LATE = {field.name for field in fields(LateOptions)}
-_OWN = {field.name for field in fields(UnitConfig)} - {"late"}
-HIDEABLE = (_OWN | _LATE | {"config", "move_params_to_cpu"}) - _FAIRSCALE - {"no_broadcast_optim_state"}
+HIDEABLE = (
+    ({field.name for field in fields(UnitConfig)} | {"config", "move_params_to_cpu"})
+    - _FAIRSCALE
+    - {"no_broadcast_optim_state"}
+)
 """Names that the wrapper answers only if the wrapped module does not."""
 for _name in _FAIRSCALE - {"flatten_parameters"}:
     _get = operator.attrgetter(f"_fairshard_config.{_name}")
