@@ -170,15 +170,11 @@ class RankReader(CheckpointReader):
 
     def __init__(self, path: str, group: ProcessGroup | None) -> None:
         super().__init__(path)
-        self.group = group
+        self._group = group
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         """Read, and wait until the other ranks have."""
-        return done_on_all_ranks(self.group, lambda: self.read_own(plan, planner))
-
-    def read_own(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        """Read what this rank needs."""
-        return super().read_data(plan, planner)
+        return done_on_all_ranks(self._group, lambda: super(RankReader, self).read_data(plan, planner))
 
 
 def _unfold(model: nn.Module) -> None:
@@ -218,15 +214,13 @@ def _made_for(optimizer: Optimizer, model: nn.Module, params: OptimParams, saved
 class Loading:
     """One load: check the files, allocate memory, read into it, apply."""
 
-    def __init__(
-        self, folder: str, training: Training, group: ProcessGroup | None, reader: CheckpointReader | None = None
-    ) -> None:
+    def __init__(self, folder: str, training: Training, group: ProcessGroup | None) -> None:
         self._folder = folder
         self._training = training
         self._group = group
         self._rank = rank_in(group)
         self._num_ranks = 1 if group is None else group.size()
-        self._reader = reader or RankReader(folder, group)
+        self._reader = RankReader(folder, group)
         self._manifest: Manifest | None = None
         self._model = ModelTarget({}, {})
         self._optimizer: OptimizerTarget | None = None
@@ -252,16 +246,6 @@ class Loading:
         for name in sorted(files)[self._rank :: self._num_ranks]:
             check(storage, self._folder, name, files[name])
         trust.check(self._reader, self._folder, self._rank)
-
-    def trust_files(self, manifest: Manifest, reads_all: bool) -> None:
-        """Read the metadata of a checkpoint that the reader collects; with ``reads_all`` it has summed the files."""
-        self._manifest = self._reader.manifest = manifest
-        self._reader.sums_while_reading = not reads_all
-
-        def read_metadata() -> None:
-            self._reader.read_metadata()
-
-        on_all_ranks(self._group, read_metadata)
 
     def read(self) -> None:
         """Read all targets into new memory."""

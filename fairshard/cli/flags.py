@@ -39,7 +39,6 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     checkpoints = parser.add_argument_group("checkpoints")
     _add(checkpoints, "--save-every", int, "N", "steps between checkpoints, 0 for none (default: %(default)s)")
     _add(checkpoints, "--keep-last", int, "N", "checkpoints to keep (default: %(default)s)")
-    _add(checkpoints, "--memory-every", int, "N", "steps between copies in host memory (default: 0, none)")
     checkpoints.add_argument(
         "--resume", action="store_true", help="continue the run in --out, or the newest run, with its own options"
     )

@@ -49,7 +49,7 @@ def launch(options: TrainOptions) -> int:
     plan = check_options(options, nproc, nproc)
     check_text(options, plan)
     _check_unused(options.out)
-    if (options.max_restarts or options.memory_every) and options.out is None:
+    if options.max_restarts and options.out is None:
         from fairshard.cli.metrics import make_run_folder  # here because it imports the engine
 
         options = replace(options, out=make_run_folder(None))  # to find it after a failure
@@ -63,10 +63,7 @@ def launch(options: TrainOptions) -> int:
         stack.enter_context(_ending_noted(logs))
         for number in options.stop_signals[1:]:
             signal.signal(number, _pass_on)
-        code = _run(options, plan, _launch_config(nproc, options, logs), logs)
-    if code and options.memory_every and options.out is not None:
-        _report_memory(options.out)
-    return code
+        return _run(options, plan, _launch_config(nproc, options, logs), logs)
 
 
 def _run(options: TrainOptions, plan: TextPlan, config: LaunchConfig, logs: Path) -> int:
@@ -230,19 +227,6 @@ def _report(error: ChildFailedError, logs: Path) -> int:
         sys.stderr.write(recorded.trace)
     print(f"fairshard train: error: {message}", file=sys.stderr)
     return 1
-
-
-def _report_memory(out: Path) -> None:
-    """Print where the run's copies in memory are: only a clean end removes them."""
-    from fairshard.checkpoint.memory_folder import memory_left  # here because it imports the engine
-
-    folder = memory_left(str(out.absolute() / CHECKPOINTS))
-    if folder is not None:
-        print(
-            f"fairshard train: the last steps are kept in memory, in {folder}. --resume --out {out} continues from "
-            "there. If you do not resume, remove that folder.",
-            file=sys.stderr,
-        )
 
 
 def _ending(failure: ProcessFailure) -> str:

@@ -122,7 +122,6 @@ def train_steps(
         folder / CHECKPOINTS,
         every=max(1, options.save_every),
         keep_last=options.keep_last,
-        memory_every=options.memory_every or None,
     )
     try:
         checkpointer.lock()
@@ -148,8 +147,6 @@ def train_steps(
                 val_loss = trainer.validate(step)
                 if log:
                     log.validation(step, val_loss)
-            if step and options.memory_every and step % options.memory_every == 0:
-                trainer.copy(checkpointer, step)
             if step and options.save_every and (step % options.save_every == 0 or step == options.steps):
                 trainer.save(checkpointer, step)
                 saved = step

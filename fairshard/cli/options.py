@@ -47,13 +47,13 @@ _AT_LEAST_ONE = (
 # Far more than anyone uses, and small enough that nothing overflows or takes hours to refuse.
 _AT_MOST: dict[str, float] = {
     **dict.fromkeys(("steps", "lr_steps", "eval_every", "save_every", "keep_last", "warmup", "trace"), 10**9),
-    **dict.fromkeys(("batch_size", "accumulate", "context", "dim", "heads", "memory_every", "vocab_size"), 10**7),
+    **dict.fromkeys(("batch_size", "accumulate", "context", "dim", "heads", "vocab_size"), 10**7),
     "resume_from": 10**9,
     "sample": 10**6,
     **{"layers": 10_000, "max_restarts": 10_000, "bucket_cap_mb": 10**6, "lr": 1e38, "weight_decay": 10**6},
 }
 _AT_LEAST_ZERO = (
-    "warmup", "seed", "weight_decay", "clip", "bucket_cap_mb", "save_every", "memory_every",
+    "warmup", "seed", "weight_decay", "clip", "bucket_cap_mb", "save_every",
     "max_restarts", "sample",
 )  # fmt: skip
 
@@ -99,7 +99,6 @@ class TrainOptions:
     optimizer: str = "adamw"
     save_every: int = 50
     keep_last: int = 3
-    memory_every: int = 0
     resume: bool = False
     resume_from: int | None = None
     max_restarts: int = 0

@@ -20,7 +20,7 @@ CHECKPOINTS, METRICS, CONFIG = "checkpoints", "metrics.jsonl", "config.json"
 # Options that may differ from the resumed run's; any other change would make it a different run. The text may be
 # elsewhere, but not another one (`check_text`); so may the model's folder; there may be more steps.
 _FREE = (
-    *("nproc", "device", "threads", "out", "save_every", "keep_last", "memory_every", "data", "tokens", "hf"),
+    *("nproc", "device", "threads", "out", "save_every", "keep_last", "data", "tokens", "hf"),
     *("resume", "resume_from", "max_restarts", "trace", "timeout", "grace", "signal", "log", "sample"),
 )
 

@@ -174,10 +174,6 @@ class Trainer:
         """Save the whole state of training, in the background."""
         checkpointer.save(step, self.model, self._optimizer, scaler=self._scaler, extra=self)
 
-    def copy(self, checkpointer: Checkpointer, step: int) -> None:
-        """Copy the whole state of training to host memory, in the background."""
-        checkpointer.copy_to_memory(step, self.model, self._optimizer, scaler=self._scaler, extra=self)
-
     def load(self, checkpointer: Checkpointer, step: int | None) -> int:
         """Load the checkpoint of ``step``, or the newest if None; returns its step, or 0 without a checkpoint.
 

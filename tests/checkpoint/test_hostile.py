@@ -17,7 +17,6 @@ from fairshard.checkpoint import Checkpointer, load, save
 from fairshard.checkpoint.consolidate import consolidate_torch
 from fairshard.checkpoint.contents import read_contents
 from fairshard.checkpoint.import_fairscale import import_fairscale
-from fairshard.checkpoint.memory_folder import memory_left
 from fairshard.checkpoint.pickle_limits import Limits
 from fairshard.checkpoint.plain_objects import read_object, read_object_file
 from fairshard.checkpoint.reader import CheckpointReader
@@ -285,26 +284,6 @@ def test_what_a_file_url_names_must_be_a_regular_file(name, tmp_path):
     assert_refused(run_limited(load, f"file://{run}", model), CheckpointError, str(path), "not a regular file")
 
 
-DAMAGED_NAMES = {
-    "text": lambda path: path.write_text("../else"),
-    "large": lambda path: os.truncate(path, 1 << 34),
-    "pipe": replace_by_pipe,
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGED_NAMES)
-def test_a_damaged_name_of_copies_in_memory_is_refused_soon(damage, tmp_path):
-    """Without it the copies cannot be found: the error says so, instead of going back to the disk unasked."""
-    model = torch.nn.Linear(2, 2)
-    run = tmp_path / "run"
-    Checkpointer(run, async_save=False, memory_every=1, memory_folder=tmp_path).save(1, model)
-    DAMAGED_NAMES[damage](run / ".memory")
-    outcome = run_limited(Checkpointer(run, memory_every=1, memory_folder=tmp_path).load_latest, model)
-    assert_refused(outcome, CheckpointError, "run/.memory", "copies in memory", "Remove it")
-    assert outcome.nbytes < 1 << 24
-    assert memory_left(str(run), str(tmp_path)) is None
-
-
 def read_problems(folder):
     """The problems that `inspect` finds."""
     try:
@@ -510,19 +489,6 @@ def test_a_step_is_that_of_the_manifest(tmp_path):
     with pytest.raises(CheckpointError, match=r"must be the checkpoint of step 6, but its fairshard.json says step 3"):
         checkpointer.load_step(6, model)
     assert model.weight.equal(before)
-
-
-def test_copies_in_memory_are_compared_with_the_step_of_the_manifest(tmp_path):
-    """A folder that was renamed to a later step does not hide a newer copy in memory."""
-    model = torch.nn.Linear(2, 2)
-    checkpointer = Checkpointer(tmp_path / "run", async_save=False, memory_every=1, memory_folder=tmp_path)
-    checkpointer.save(1, model)
-    checkpointer.copy_to_memory(3, model)
-    checkpointer.wait()
-    (tmp_path / "run" / "step-00000001").rename(tmp_path / "run" / "step-00000006")
-    (tmp_path / "run" / "latest").write_text("step-00000006")
-    again = Checkpointer(tmp_path / "run", memory_every=1, memory_folder=tmp_path)
-    assert again.load_latest(model) == 3
 
 
 # ---- what is not ours

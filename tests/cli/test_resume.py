@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +18,6 @@ import pytest
 
 import fairshard
 from fairshard.checkpoint import run_lock
-from fairshard.checkpoint.memory_folder import memory_left
 from fairshard.checkpoint.run_lock import Owner
 from fairshard.cli import loop
 from fairshard.cli.main import main
@@ -232,8 +231,7 @@ def unbroken(tmp_path_factory):
     return of_run, _losses(folder / "run")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("signalled", ["first", "last"])
+@pytest.mark.parametrize("signalled", [pytest.param("first", marks=pytest.mark.full), "last"])
 def test_a_rank_that_dies_is_started_again(tmp_path, unbroken, signalled):
     """With ``--max-restarts`` a run resumes its newest checkpoint by itself, and ends as an unbroken run does."""
     of_run, expected = unbroken
@@ -253,59 +251,6 @@ def test_a_rank_that_dies_is_started_again(tmp_path, unbroken, signalled):
     assert process.returncode == 0, printed
     assert "resumed after step" in printed
     assert _losses(broken) == expected
-
-
-def test_a_rank_that_dies_is_started_again_from_memory(tmp_path, unbroken):
-    """With ``--memory-every`` a restart goes on from the newest copy, without any checkpoint on disk; none is left."""
-    of_run, expected = unbroken
-    broken = tmp_path / "broken"
-    killed = _killed_with_a_copy(broken, *of_run, "--max-restarts", "1")
-    assert killed.code == 0, killed.printed
-    resumed = int(re.search(r"resumed after step (\d+)", killed.printed)[1])
-    assert resumed > 0
-    assert resumed % 4 == 0
-    assert _losses(broken) == expected
-    assert not Path(killed.copies).exists()
-
-
-@pytest.mark.full
-def test_a_run_that_fails_names_its_copies_in_memory(tmp_path, unbroken):
-    """A run killed beyond its restarts says where its copies are, and ``--resume`` goes on from there."""
-    of_run, expected = unbroken
-    broken = tmp_path / "broken"
-    killed = _killed_with_a_copy(broken, *of_run)
-    assert killed.code == 1
-    assert f"the last steps are kept in memory, in {killed.copies}" in killed.printed
-    assert "resumed after step" in _train("--resume", "--out", str(broken))
-    assert _losses(broken) == expected
-    assert not Path(killed.copies).exists()
-
-
-@dataclass
-class Killed:
-    """A run of which a rank was killed: the folder with its copies then, its exit code, and what it printed."""
-
-    copies: str
-    code: int
-    printed: str
-
-
-def _killed_with_a_copy(folder, *line):
-    """Run ``line`` without checkpoints on disk; kill its last rank once there is a copy in memory."""
-    with subprocess.Popen(
-        [*COMMAND, *line, "--out", str(folder), "--save-every", "0", "--memory-every", "4"],
-        env=_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        copies = None
-        while copies is None and process.poll() is None:
-            time.sleep(0.01)
-            copies = memory_left(str(folder / "checkpoints"))
-        os.kill(max(_ranks_of(process.pid)), signal.SIGKILL)
-        printed, _ = process.communicate(timeout=120)
-    return Killed(copies, process.returncode, printed)
 
 
 def test_a_restart_goes_on_only_where_there_is_a_run(run_folder, tmp_path, monkeypatch):
