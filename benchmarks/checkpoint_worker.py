@@ -154,7 +154,6 @@ class Comparison:
             "fsdp2 + dcp save": self.fsdp2.save,
             "fsdp2 full dict, torch.save": self.fsdp2.save_full,
             "fairshard load": lambda _: self.ours.load(self.kept["fairshard"]),
-            "fairshard verify-before load": lambda _: self.ours.load(self.kept["fairshard"], verify="before"),
             "fsdp2 + dcp load": lambda _: self.fsdp2.load(self.kept["fsdp2"]),
             "fairshard async": lambda work: self._async(self.ours, work),
             "fairshard async, cpu_offload": lambda work: self._async(self.offloaded, work),

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fairshard.checkpoint.agreement import ended, idle_group, occupy, on_all_ranks, rank_in, start_writer, unfinished
 from fairshard.checkpoint.claim import Claim
 from fairshard.checkpoint.entries import Stateful, Training
-from fairshard.checkpoint.loading import Trust, load_training
+from fairshard.checkpoint.loading import Trust, check_verify, load_training
 from fairshard.checkpoint.preemption import Preempted, Preemption
 from fairshard.checkpoint.saving import Draft, not_saved, take, write
 from fairshard.checkpoint.snapshot import Buffers
@@ -193,12 +193,13 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if it is damaged; the message names the other checkpoints.
         """
+        check_verify(verify)
         self.wait()
         self._compare()
         group = idle_group()
         training = Training(model, optimizer, scheduler, scaler, extra)
         newest = on_all_ranks(group, lambda: self._folders.newest() if rank_in(group) == 0 else None)[0]
-        return None if newest is None else self._load(newest, training, Trust(verify))
+        return None if newest is None else self._load(newest, training, Trust())
 
     def load_step(
         self,
@@ -218,9 +219,10 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if it is missing or damaged, or of another step.
         """
+        check_verify(verify)
         self.wait()
         training = Training(model, optimizer, scheduler, scaler, extra)
-        self._load(f"{self.root}/{step_name(step)}", training, Trust(verify, step=step))
+        self._load(f"{self.root}/{step_name(step)}", training, Trust(step=step))
         return step
 
     def _load(self, folder: str, training: Training, trust: Trust) -> int | None:
