@@ -16,9 +16,7 @@ from torch.optim import Optimizer
 from fairshard.checkpoint.agreement import ended, idle_group, occupy, on_all_ranks, rank_in, start_writer, unfinished
 from fairshard.checkpoint.claim import Claim
 from fairshard.checkpoint.entries import Stateful, Training
-from fairshard.checkpoint.loading import Trust, load_training
-from fairshard.checkpoint.memory_copies import MemoryCopies
-from fairshard.checkpoint.memory_folder import MEMORY_FOLDER
+from fairshard.checkpoint.loading import Trust, check_verify, load_training
 from fairshard.checkpoint.preemption import Preempted, Preemption
 from fairshard.checkpoint.saving import Draft, not_saved, take, write
 from fairshard.checkpoint.snapshot import Buffers
@@ -31,6 +29,11 @@ from fairshard.utils.keywords import named_keywords
 
 _log = logging.getLogger("fairshard")
 
+_NO_COPIES = (
+    "It was removed in fairshard 0.7: save more often with a second Checkpointer, whose root is a folder in memory, "
+    'such as Checkpointer("/dev/shm/run", every=5, keep_last=1), and load from that one first.'
+)
+
 
 class Checkpointer:
     """Saves periodically below ``root``, keeps the last checkpoints, and resumes from the newest whole one.
@@ -42,9 +45,6 @@ class Checkpointer:
     host memory (``cpu_offload``) are copied only if the next step starts before they are written. Saves never overlap:
     each waits for the previous one. If a background save fails, the next call raises its error.
 
-    With ``memory_every`` each rank also copies its state to host memory in the background, and to another host if
-    there is one. The copy outlives the processes: `load_latest` takes it if it is newer than the checkpoints on disk.
-
     At the end call `close` before the process group is destroyed, or use the object as a context manager.
 
     Only one run at a time may write below ``root``: the first save takes a lock, and raises if another process has it
@@ -55,17 +55,15 @@ class Checkpointer:
         every: save at multiples of this step.
         keep_last: number of checkpoints to keep.
         async_save: write in the background.
-        memory_every: copy to host memory at multiples of this step.
-        memory_folder: the folder in memory, which may differ from host to host.
 
     Raises:
-        ValueError: ``every``, ``keep_last`` or ``memory_every`` is below 1.
+        ValueError: ``every`` or ``keep_last`` is below 1.
 
     Attributes:
         preemption: asked by `maybe_save` whether to stop; see `on_preemption`.
     """
 
-    @named_keywords("Checkpointer")
+    @named_keywords("Checkpointer", dict.fromkeys(("memory_every", "memory_folder"), _NO_COPIES))
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -73,13 +71,11 @@ class Checkpointer:
         every: int = 100,
         keep_last: int = 3,
         async_save: bool = True,
-        memory_every: int | None = None,
-        memory_folder: str | os.PathLike[str] = MEMORY_FOLDER,
     ) -> None:
-        for name, value in (("every", every), ("keep_last", keep_last), ("memory_every", memory_every)):
-            if value is not None and not isinstance(value, int):
+        for name, value in (("every", every), ("keep_last", keep_last)):
+            if not isinstance(value, int):
                 raise TypeError(f"`{name}` must be a number of steps, but is {value!r}.")
-            if value is not None and value < 1:
+            if value < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {value}.")
         watch()
         self.root = full_path(root)
@@ -94,8 +90,6 @@ class Checkpointer:
         self._failure: FairshardError | None = None
         self._has_cleaned = False
         self._is_compared = False
-        folder = os.path.abspath(memory_folder)
-        self._memory = None if memory_every is None else MemoryCopies(self.root, memory_every, folder)
 
     def lock(self) -> None:
         """Take the folder for this run, as the first save does. **Collective.** May wait 30 s for a dead host.
@@ -118,12 +112,10 @@ class Checkpointer:
     ) -> bool:
         """`save` if ``every`` divides ``step``; returns whether it did. **Collective**: call it after every step.
 
-        If ``memory_every`` divides ``step``, it is also copied to memory (`copy_to_memory`).
-
         Raises:
             Preempted: on every rank, once the step is saved, if a signal asked for it; see `on_preemption`.
             TypeError: ``step`` is no number.
-            ValueError: on every rank, in the first call, if ranks differ in ``every`` or ``memory_every``.
+            ValueError: on every rank, in the first call, if ranks differ in ``every``.
         """
         if not hasattr(step, "__index__"):
             raise TypeError(
@@ -132,8 +124,6 @@ class Checkpointer:
             )
         self.lock()
         is_last = self.preemption is not None and self.preemption.is_due()
-        if self._memory and step % self._memory.every == 0 and not is_last:
-            self.copy_to_memory(step, model, optimizer, scheduler, scaler, extra)
         if step % self.every and not is_last:
             return False
         self.save(step, model, optimizer, scheduler, scaler, extra)
@@ -146,8 +136,7 @@ class Checkpointer:
         """Check once that all ranks use one folder and save at the same steps. **Collective.**"""
         if self._is_compared:
             return
-        memory_every = None if self._memory is None else self._memory.every
-        own = {"root": self.root, "every": self.every, "memory_every": memory_every}
+        own = {"root": self.root, "every": self.every}
         found = on_all_ranks(idle_group(), lambda: own)
         for rank, others in enumerate(found):
             for name, value in others.items():
@@ -174,11 +163,9 @@ class Checkpointer:
             CollectiveFailedError: a rank has ended, is stopped, or does something else.
             TypeError: on every rank, if a value could not be read back as plain data.
         """
-        self._wait_for_save()
+        self.wait()
         check_step(step)
         self.lock()
-        if self._memory:
-            self._memory.begin()
         group = idle_group()
         training = Training(model, optimizer, scheduler, scaler, extra)
         draft = take(training, step, self._buffers if self.async_save else None)
@@ -188,31 +175,6 @@ class Checkpointer:
             return
         self._thread = start_writer(f"a save of {self.root}/{step_name(step)}", partial(self._write, draft, group))
         occupy(group, self._thread)
-
-    def copy_to_memory(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        scheduler: Stateful | None = None,
-        scaler: Stateful | None = None,
-        extra: dict[str, Any] | Stateful | None = None,
-    ) -> None:
-        """Copy the state of ``step`` to host memory in the background. **Collective.** Waits for the previous copy.
-
-        The copy of an earlier step is removed once all hosts have this one. If a copy fails, because the memory is
-        full for example, rank 0 logs why, and the earlier one remains.
-
-        Raises:
-            CheckpointError: on every rank, if two copies do not fit into the memory of a host (at the first copy).
-            TypeError: on every rank, if a value could not be read back as plain data.
-            ValueError: the checkpointer has no ``memory_every``.
-        """
-        if not self._memory:
-            raise ValueError("Copies in memory need a Checkpointer with `memory_every`.")
-        check_step(step)
-        self.lock()
-        self._memory.save(step, Training(model, optimizer, scheduler, scaler, extra))
 
     def load_latest(
         self,
@@ -226,22 +188,18 @@ class Checkpointer:
     ) -> int | None:
         """Load the newest whole checkpoint with `fairshard.checkpoint.load`; returns its step, None if not found.
 
-        **Collective.** ``verify``: see there. With ``memory_every``, a copy in memory is loaded instead if it is not
-        older; if that copy is damaged, rank 0 logs it and the checkpoint on disk is loaded.
+        **Collective.** ``verify``: see there.
 
         Raises:
             CheckpointError: on every rank, if it is damaged; the message names the other checkpoints.
         """
+        check_verify(verify)
         self.wait()
         self._compare()
         group = idle_group()
         training = Training(model, optimizer, scheduler, scaler, extra)
         newest = on_all_ranks(group, lambda: self._folders.newest() if rank_in(group) == 0 else None)[0]
-        least = -1 if newest is None else newest.step
-        step = self._memory.load_newest(least, training, verify) if self._memory else None
-        if step is None and newest is not None:
-            step = self._load(newest.folder, training, Trust(verify))
-        return step
+        return None if newest is None else self._load(newest, training, Trust())
 
     def load_step(
         self,
@@ -261,11 +219,10 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if it is missing or damaged, or of another step.
         """
+        check_verify(verify)
         self.wait()
         training = Training(model, optimizer, scheduler, scaler, extra)
-        self._load(f"{self.root}/{step_name(step)}", training, Trust(verify, step=step))
-        if self._memory:
-            self._memory.start_anew()
+        self._load(f"{self.root}/{step_name(step)}", training, Trust(step=step))
         return step
 
     def _load(self, folder: str, training: Training, trust: Trust) -> int | None:
@@ -277,32 +234,12 @@ class Checkpointer:
             raise CheckpointError(f"{error}{cure}") from error
 
     def wait(self) -> None:
-        """Wait for the background save and the background copy, if any.
+        """Wait for the background save, if any.
 
         Raises:
             CheckpointError: the save failed; earlier checkpoints are unchanged.
             CollectiveFailedError: it failed because a rank has ended or is stopped.
         """
-        if self._memory:
-            self._memory.wait()
-        self._wait_for_save()
-
-    def close(self) -> None:
-        """End a run that needs no restart: `wait`, then remove its copies from memory.
-
-        **Collective** if the checkpointer has ``memory_every``.
-
-        Raises:
-            CheckpointError: the last save failed; earlier checkpoints are unchanged, and so are the copies.
-        """
-        try:
-            self.wait()
-            if self._memory:
-                self._memory.close()
-        finally:
-            self._claim.leave()
-
-    def _wait_for_save(self) -> None:
         if self._thread is not None:
             if not ended(self._thread):
                 raise unfinished(self._thread)
@@ -310,6 +247,17 @@ class Checkpointer:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+    def close(self) -> None:
+        """`wait`, then give the folder free for other runs.
+
+        Raises:
+            CheckpointError: the last save failed; earlier checkpoints are unchanged.
+        """
+        try:
+            self.wait()
+        finally:
+            self._claim.leave()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -320,9 +268,6 @@ class Checkpointer:
             return
         if self._thread is not None:
             ended(self._thread)
-        if self._memory:
-            with contextlib.suppress(CollectiveFailedError):  # the first error is on its way
-                self._memory.wait()
         self._claim.leave()
 
     # ---- private

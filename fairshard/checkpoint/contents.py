@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from fairshard.checkpoint.manifest import FileEntry, Manifest, read_manifest, verify_file
-from fairshard.checkpoint.metadata_pickle import is_marked
+from fairshard.checkpoint.metadata import is_marked
 from fairshard.checkpoint.reader import METADATA, CheckpointReader
 from fairshard.checkpoint.storage import MANIFEST, Storage, storage_of
 from fairshard.errors import CheckpointError

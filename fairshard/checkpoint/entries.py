@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fairshard.checkpoint import rng
+from fairshard.checkpoint.objects import Room, read_object
 from fairshard.checkpoint.pieces import checksum
-from fairshard.checkpoint.reader import first_line, load_object
+from fairshard.checkpoint.reader import first_line
 from fairshard.settings.state_dicts import StateDictType
 from fairshard.state.forms import state_dict_type
 from fairshard.state.optim_params import OptimParams
@@ -180,8 +181,9 @@ def _plain(where: str, value: Any) -> Any:
     file = io.BytesIO()
     try:
         torch.save(value, file)
+        nbytes = file.tell()
         file.seek(0)
-        return load_object(file)
+        return read_object(file, nbytes, Room())
     except Exception as error:  # pickling can raise anything
         for key, part in value.items() if isinstance(value, Mapping) else ():
             _plain(f"{where}[{key!r}]", part)

@@ -15,8 +15,8 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict_saver import save, save_state_dict
 
 from fairshard.checkpoint.manifest import FileEntry, Manifest, crc_of
+from fairshard.checkpoint.objects import read_object_file
 from fairshard.checkpoint.output import NewOutput, mapped_like
-from fairshard.checkpoint.plain_objects import read_object_file
 from fairshard.checkpoint.reader import first_line
 from fairshard.checkpoint.storage import MANIFEST, LocalStorage
 from fairshard.checkpoint.writer import MarkedWriter

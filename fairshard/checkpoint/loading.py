@@ -21,8 +21,8 @@ from fairshard.checkpoint import rng
 from fairshard.checkpoint.agreement import done_on_all_ranks, failure_of, idle_group, on_all_ranks, rank_in
 from fairshard.checkpoint.contents import checkpoint_folder, model_keys
 from fairshard.checkpoint.entries import Stateful, Training, model_entries, rank_key
-from fairshard.checkpoint.manifest import Manifest, check_size, read_manifest, verify_file
-from fairshard.checkpoint.reader import CheckpointReader, SafePlanner, first_line
+from fairshard.checkpoint.manifest import read_manifest, verify_file
+from fairshard.checkpoint.reader import METADATA, CheckpointReader, SafePlanner, first_line
 from fairshard.checkpoint.storage import MANIFEST, full_path, storage_of
 from fairshard.checkpoint.targets import ModelTarget, OptimizerTarget
 from fairshard.checkpoint.unchanged import unchanged_on_error
@@ -37,7 +37,7 @@ from fairshard.utils.user_line import level_of_user
 
 _KERNELS = ("foreach", "fused")  # settings that choose kernels: the script decides, not the checkpoint
 VERIFY = ("reading", "before")
-"""When files are compared with their checksums."""
+"""What ``verify`` may be; both mean the same."""
 
 
 def load(
@@ -57,10 +57,10 @@ def load(
     run, whose latest checkpoint is loaded. Each rank reads the pieces that overlap its shards. ``extra`` is updated
     with the saved dict, or restored by its ``load_state_dict``. On the same number of ranks, random numbers continue.
 
-    Nothing changes until all ranks have read everything, every file has been compared with its checksum, and
-    everything fits. ``verify="reading"`` sums bytes as they are read, in one pass; ``verify="before"`` reads all files
-    once for their checksums, and only then a second time for their values, so that no damaged byte is ever interpreted.
-    A checkpoint of fairshard without its manifest, which has the checksums, is refused unless ``allow_unverified``; one
+    Nothing changes until every file has been compared with its checksum, all ranks have read everything, and
+    everything fits. All files are read once for their checksums, and then a second time, from the page cache as a rule,
+    for their values, so no damaged byte is ever interpreted; ``verify`` once chose another order, and has no effect. A
+    checkpoint of fairshard without its manifest, which has the checksums, is refused unless ``allow_unverified``; one
     of plain torch never has a manifest, and is loaded with a warning.
 
     Raises:
@@ -68,25 +68,27 @@ def load(
             optimizer, scheduler or scaler.
         ValueError: on every rank, if the optimizer's state or groups do not fit; ``verify`` is neither of the two.
     """
+    check_verify(verify)
     training = Training(model, optimizer, scheduler, scaler, extra)
-    return load_training(folder, training, Trust(verify, allow_unverified))
+    return load_training(folder, training, Trust(allow_unverified))
 
 
-@dataclass(frozen=True)
-class Trust:
-    """What a load demands of a checkpoint: see `load`; and to be of ``step``, by its manifest.
+def check_verify(verify: str) -> None:
+    """Check an argument that has no effect any more.
 
     Raises:
         ValueError: ``verify`` is unknown.
     """
+    if verify not in VERIFY:
+        raise ValueError(f"`verify` must be one of {', '.join(VERIFY)}, but is {verify!r}.")
 
-    verify: str = VERIFY[0]
+
+@dataclass(frozen=True)
+class Trust:
+    """What a load demands of a checkpoint: see `load`; and to be of ``step``, by its manifest."""
+
     allow_unverified: bool = False
     step: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.verify not in VERIFY:
-            raise ValueError(f"`verify` must be one of {', '.join(VERIFY)}, but is {self.verify!r}.")
 
     def check(self, reader: CheckpointReader, folder: str, rank: int) -> None:
         """Check the manifest and the metadata that ``reader`` has read; only rank 0 warns.
@@ -120,8 +122,9 @@ def load_training(folder: str | os.PathLike[str], training: Training, trust: Tru
                 f"{', '.join(every[0][1]) or 'none'}, and rank {rank} {', '.join(its_given) or 'none'}."
             )
     with collector_paused():
-        loading = Loading(every[0][2], training, group)
-        loading.check_files(trust)
+        reader = RankReader(every[0][2], group)
+        on_all_ranks(group, lambda: reader.check_files(trust))
+        loading = Loading(every[0][2], training, group, reader)
         loading.read()
         return loading.apply()
 
@@ -149,10 +152,8 @@ def load_optimizer(
 
     def make_room() -> None:
         nonlocal target
-        reader.manifest = read_manifest(storage_of(path), path)
-        reader.sums_while_reading = True
+        reader.check_files(Trust(allow_unverified=allow_unverified))
         metadata = reader.read_metadata()
-        Trust(allow_unverified=allow_unverified).check(reader, path, rank_in(group))
         target = OptimizerTarget.of(path, metadata, metadata.state_dict_metadata, params, _held_by(optimizer))
 
     def make_state() -> None:
@@ -170,15 +171,31 @@ class RankReader(CheckpointReader):
 
     def __init__(self, path: str, group: ProcessGroup | None) -> None:
         super().__init__(path)
-        self.group = group
+        self._path = path
+        self._group = group
+
+    def check_files(self, trust: Trust) -> None:
+        """Read the manifest and the metadata, and compare this rank's share of the files with their checksums.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or nothing vouches for it.
+        """
+        storage = storage_of(self._path)
+        self.manifest = read_manifest(storage, self._path)
+        rank, num_ranks = rank_in(self._group), 1 if self._group is None else self._group.size()
+        files = {} if self.manifest is None else self.manifest.files
+        for name in sorted(files, key=_in_order_of_ranks)[rank::num_ranks]:
+            verify_file(storage, self._path, name, files[name])
+        trust.check(self, self._path, rank)
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         """Read, and wait until the other ranks have."""
-        return done_on_all_ranks(self.group, lambda: self.read_own(plan, planner))
+        return done_on_all_ranks(self._group, lambda: super(RankReader, self).read_data(plan, planner))
 
-    def read_own(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        """Read what this rank needs."""
-        return super().read_data(plan, planner)
+
+def _in_order_of_ranks(name: str) -> tuple[bool, int, str]:
+    """Sort key that gives each rank, of as many as have saved, its own file: ``__2_0.distcp`` before ``__10_0``."""
+    return name == METADATA, len(name), name
 
 
 def _unfold(model: nn.Module) -> None:
@@ -216,52 +233,21 @@ def _made_for(optimizer: Optimizer, model: nn.Module, params: OptimParams, saved
 
 
 class Loading:
-    """One load: check the files, allocate memory, read into it, apply."""
+    """One load: allocate memory, read into it, apply."""
 
-    def __init__(
-        self, folder: str, training: Training, group: ProcessGroup | None, reader: CheckpointReader | None = None
-    ) -> None:
+    def __init__(self, folder: str, training: Training, group: ProcessGroup | None, reader: RankReader) -> None:
         self._folder = folder
         self._training = training
         self._group = group
         self._rank = rank_in(group)
         self._num_ranks = 1 if group is None else group.size()
-        self._reader = reader or RankReader(folder, group)
-        self._manifest: Manifest | None = None
+        self._reader = reader
         self._model = ModelTarget({}, {})
         self._optimizer: OptimizerTarget | None = None
         self._made: dict[str, Any] = {}
         self._values: dict[str, Any] = {}
         self._own_key: str | None = None
         self._is_same_number = False
-
-    def check_files(self, trust: Trust) -> None:
-        """Read the manifest and the metadata, and check sizes; if they are verified before, checksums too.
-
-        Each rank checks a part of the files.
-        """
-        on_all_ranks(self._group, lambda: self._check_own_part(trust))
-
-    def _check_own_part(self, trust: Trust) -> None:
-        reads_all = trust.verify == "before"
-        storage = storage_of(self._folder)
-        self._manifest = self._reader.manifest = read_manifest(storage, self._folder)
-        self._reader.sums_while_reading = not reads_all
-        files = {} if self._manifest is None else self._manifest.files
-        check = verify_file if reads_all else check_size
-        for name in sorted(files)[self._rank :: self._num_ranks]:
-            check(storage, self._folder, name, files[name])
-        trust.check(self._reader, self._folder, self._rank)
-
-    def trust_files(self, manifest: Manifest, reads_all: bool) -> None:
-        """Read the metadata of a checkpoint that the reader collects; with ``reads_all`` it has summed the files."""
-        self._manifest = self._reader.manifest = manifest
-        self._reader.sums_while_reading = not reads_all
-
-        def read_metadata() -> None:
-            self._reader.read_metadata()
-
-        on_all_ranks(self._group, read_metadata)
 
     def read(self) -> None:
         """Read all targets into new memory."""
@@ -356,7 +342,7 @@ class Loading:
                 training.model.load_state_dict(self._model.state_dict(self._values))
         if self._own_key is not None:
             self._apply_own(self._values[self._own_key][0])
-        return None if self._manifest is None else self._manifest.step
+        return None if self._reader.manifest is None else self._reader.manifest.step
 
     def _load_states(self) -> None:
         for name in ("optimizer", "scheduler", "scaler"):

@@ -2,8 +2,7 @@
 
 A checkpoint is data. But its ``.metadata`` is a pickle, which torch reads with ``pickle.load``, and its object
 entries are pickles, which torch's planner reads with ``weights_only=False``: anyone who can write to the folder can
-run code in every rank (measured with torch 2.13). Here both go through ``plain_pickle.py``, which runs nothing, and
-neither overflows the stack nor fills memory.
+run code in every rank (measured with torch 2.13). Here both are read as data first (``bags.py``).
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ import io
 import os
 import warnings
 import zlib
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from itertools import groupby
 from math import prod
 from typing import IO, Any
 
@@ -23,16 +21,14 @@ from torch import Tensor
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.futures import Future
 
-from fairshard.checkpoint.local_file import Cut, Entry, EntryError, can_read, part_of, read_entries
-from fairshard.checkpoint.manifest import Manifest, check_crc, verify_file
-from fairshard.checkpoint.metadata_pickle import is_marked, read_metadata
-from fairshard.checkpoint.pickle_limits import LIMITS, Limits
-from fairshard.checkpoint.plain_objects import read_object
+from fairshard.checkpoint.manifest import Manifest, check_crc
+from fairshard.checkpoint.metadata import is_marked, read_metadata
+from fairshard.checkpoint.objects import Room, read_object
 from fairshard.checkpoint.storage import MANIFEST, Storage, is_remote, open_regular, read_at_most, storage_of
 from fairshard.errors import CheckpointError
 from fairshard.utils.user_line import level_of_user
@@ -46,26 +42,22 @@ _MAX_EXTRA_NBYTES = 1 << 24
 
 
 class CheckpointReader(FileSystemReader):
-    """torch's reader for a local folder or an fsspec URL; its metadata cannot run code.
+    """torch's reader for a local folder or an fsspec URL; what it reads cannot run code.
 
-    Local files are read once, straight into the tensors that want them. ``manifest``, if set before the first read,
-    vouches for the files. With ``sums_while_reading`` each of its files is compared with its checksum in `read_data`,
-    by the rank that reads most of it; without it, the caller has verified them. ``limits`` are those of metadata.
+    ``manifest``, if set before the first read, vouches for the files; the caller has verified all but the metadata.
     """
 
-    def __init__(self, path: str, limits: Limits = LIMITS, max_metadata_nbytes: int = MAX_METADATA_NBYTES) -> None:
+    def __init__(self, path: str, max_metadata_nbytes: int = MAX_METADATA_NBYTES) -> None:
         self._storage = storage_of(path)  # first: it says which package a protocol needs
         super().__init__(path if not is_remote(path) else ".")
-        self._reads_in_place = not is_remote(path) and hasattr(os, "preadv")
         if is_remote(path):
             self.fs: Any = _RemoteFiles(self._storage)
             self.path = self.fs.init_path(path)
         else:
             self.fs = _RegularFiles()
         self.manifest: Manifest | None = None
-        self.sums_while_reading = False
         self._folder = path
-        self._limits = limits
+        self._room = Room()
         self._max_metadata_nbytes = max_metadata_nbytes
         self._known: Metadata | None = None
 
@@ -86,7 +78,7 @@ class CheckpointReader(FileSystemReader):
                 vouched = None if self.manifest is None else self.manifest.files.get(METADATA)
                 if vouched is not None:
                     check_crc(path, zlib.crc32(data), vouched)
-                self._known = read_metadata(data, self._limits)
+                self._known = read_metadata(data)
             except CheckpointError:
                 raise
             except Exception as error:  # damaged pickles can raise anything
@@ -125,28 +117,13 @@ class CheckpointReader(FileSystemReader):
                 "belongs to another checkpoint. Use another checkpoint."
             )
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Give each file of the manifest to the rank that reads most of it, which compares it with its checksum."""
-        if not self.sums_while_reading or self.manifest is None:
-            return plans
-        reads = [self._nbytes_read(plan) for plan in plans]
-        shares: list[list[str]] = [[] for _ in plans]
-        load = [sum(own.values()) for own in reads]
-        for name, entry in sorted(self.manifest.files.items()):
-            if name != METADATA:  # every rank reads and checks it
-                rank = max(range(len(plans)), key=lambda rank: (reads[rank].get(name, 0), -load[rank], -rank))
-                shares[rank].append(name)
-                load[rank] += entry.nbytes - reads[rank].get(name, 0)
-        return [replace(plan, storage_data=share) for plan, share in zip(plans, shares, strict=True)]
-
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        """Read the entries of ``plan`` file by file, and verify the files that `prepare_global_plan` gave this rank.
+        """Read the entries of ``plan``, file by file.
 
         Raises:
             CheckpointError: a file is missing or damaged, or holds an entry that could run code.
         """
-        by_file: dict[str, list[ReadItem]] = {name: [] for name in plan.storage_data or ()}
-        own = set(by_file)
+        by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             place = self.storage_data.get(item.storage_index)
             if place is None:
@@ -156,90 +133,63 @@ class CheckpointReader(FileSystemReader):
                 )
             by_file.setdefault(place.relative_path, []).append(item)
         for name, items in by_file.items():
+            path = str(self.fs.concat_path(self.path, name))
             try:
-                self._read_file(name, items, planner, name in own)
-            except CheckpointError:
-                raise
-            except Exception as error:
-                if self.manifest is not None and name in self.manifest.files:  # damaged bytes are the likely cause
-                    verify_file(self._storage, self._folder, name, self.manifest.files[name])
-                path = self.fs.concat_path(self.path, name)
-                if isinstance(error, OSError):
-                    raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
-                entry = error.name if isinstance(error, EntryError) else items[0].storage_index.fqn
-                cause = (isinstance(error, EntryError) and error.__cause__) or error
-                raise CheckpointError(
-                    f"{path} must hold `{entry}`, but it cannot be read from there: {first_line(cause)}"
-                ) from error
+                with self.fs.create_stream(path, "rb") as stream:
+                    for _, parts in groupby(sorted(items, key=self._begin_of), self._begin_of):
+                        self._read(path, list(parts), stream, planner)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
+        self._room = Room()
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_file(self, name: str, items: list[ReadItem], planner: Any, sums: bool) -> None:
-        places = [self.storage_data[item.storage_index] for item in items]
-        has_transforms = any(getattr(place, "transform_descriptors", None) for place in places)
-        path = str(self.fs.concat_path(self.path, name))
-        entries: dict[MetadataIndex, Entry] = {}
-        nbytes = 0
-        if self._reads_in_place and not has_transforms:
-            entries, nbytes = _entries(items, places, planner), os.path.getsize(path)
-        if not nbytes or not can_read(list(entries.values()), nbytes):
-            if sums:
-                assert self.manifest is not None
-                verify_file(self._storage, self._folder, name, self.manifest.files[name])
-            if items:
-                self._read_each(path, items, planner)
-            return
-        crc = read_entries(path, nbytes, list(entries.values()), sums)
-        if crc is not None:
-            assert self.manifest is not None
-            check_crc(path, crc, self.manifest.files[name])
-        for item in items:
-            if item.type is LoadItemType.BYTE_IO:
-                _load_object(item, entries[item.storage_index], planner)
+    def _begin_of(self, item: ReadItem) -> int:
+        """Where the entry of ``item`` begins in its file: two entries never share bytes."""
+        return int(self.storage_data[item.storage_index].offset)
 
-    def _read_each(self, path: str, items: list[ReadItem], planner: Any) -> None:
-        """Read entries one by one: from a remote file, or with transforms, or where metadata are damaged."""
-        with self.fs.create_stream(path, "rb") as stream:
-            for item in items:
-                try:
-                    data = self._bytes_of(item, stream)
-                    if item.type is LoadItemType.BYTE_IO:
-                        planner.load_bytes(item, io.BytesIO(data))
-                    else:
-                        target = planner.resolve_tensor(item).detach()
-                        cut = Cut(target, item.storage_offsets, item.lengths)
-                        target.copy_(part_of(_tensor_in(data), cut))
-                        planner.commit_tensor(item, target)
-                except OSError:
-                    raise
-                except Exception as error:  # damaged bytes can raise anything
-                    raise EntryError(item.storage_index.fqn) from error
+    def _read(self, path: str, parts: list[ReadItem], stream: IO[bytes], planner: Any) -> None:
+        """Read one entry, of which ``parts`` are wanted."""
+        name = parts[0].storage_index.fqn
+        try:
+            if parts[0].type is LoadItemType.BYTE_IO:
+                planner.load_object(parts[0], read_object(*self._opened(parts[0], stream), Room()))
+                return
+            found = read_object(*self._opened(parts[0], stream), self._room)
+            if not isinstance(found, Tensor):
+                raise ValueError(f"it is {type(found).__name__}, not a tensor")
+            for item in parts:
+                part, target = found, planner.resolve_tensor(item).detach()
+                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    part = part.narrow(dim, start, length)
+                if part.shape != target.shape:
+                    raise ValueError(f"it has the shape {tuple(found.shape)}, which is not the one that was saved")
+                target.copy_(part)
+                planner.commit_tensor(item, target)
+        except OSError:
+            raise
+        except Exception as error:  # damaged bytes can raise anything
+            raise CheckpointError(
+                f"{path} must hold `{name}`, but it cannot be read from there: {first_line(error)}"
+            ) from error
 
-    def _bytes_of(self, item: ReadItem, stream: IO[bytes]) -> bytes:
+    def _opened(self, item: ReadItem, stream: IO[bytes]) -> tuple[IO[bytes], int]:
+        """What ``torch.save`` wrote for an entry, as the next bytes of a file."""
         place = self.storage_data[item.storage_index]
-        stream.seek(place.offset)
-        found = bytearray()
-        while block := stream.read(min(_MAX_EXTRA_NBYTES, place.length - len(found))):
-            found += block
-        if len(found) < place.length:
+        if place.offset + place.length > stream.seek(0, os.SEEK_END):
             raise OSError("the file ends too early")
+        stream.seek(place.offset)
         if not place.transform_descriptors:
-            return bytes(found)
-        room = _MAX_OBJECT_GROWTH * place.length
+            return stream, place.length
+        most = _MAX_OBJECT_GROWTH * place.length
         entry = self._known.state_dict_metadata.get(item.storage_index.fqn) if self._known is not None else None
         if isinstance(entry, TensorStorageMetadata):
-            room = prod(entry.size) * entry.properties.dtype.itemsize
-        opened = self.transforms.transform_load_stream(item, place.transform_descriptors, io.BytesIO(found))
-        return read_at_most(opened, room + _MAX_EXTRA_NBYTES)
-
-    def _nbytes_read(self, plan: LoadPlan) -> Counter[str]:
-        """Bytes that ``plan`` reads of each file."""
-        places = {item.storage_index: self.storage_data.get(item.storage_index) for item in plan.items}
-        nbytes: Counter[str] = Counter()
-        for place in filter(None, places.values()):
-            nbytes[place.relative_path] += place.length
-        return nbytes
+            most = prod(entry.size) * entry.properties.dtype.itemsize
+        found = io.BytesIO(stream.read(place.length))
+        opened = self.transforms.transform_load_stream(item, place.transform_descriptors, found)
+        plain = read_at_most(opened, most + _MAX_EXTRA_NBYTES)
+        return io.BytesIO(plain), len(plain)
 
 
 class _RegularFiles(FileSystem):
@@ -267,57 +217,14 @@ class _RemoteFiles(FsspecFileSystem):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """torch's planner, except that it reads objects as data."""
+    """torch's planner, except that it takes objects, not their pickles."""
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Store an object in the state dict.
-
-        Raises:
-            UnpicklingError: the object holds anything but tensors, numbers, strings and containers of them.
-        """
-        found = load_object(value)
+    def load_object(self, read_item: ReadItem, found: Any) -> None:
+        """Store an object, which was read as data, in the state dict."""
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], found)
         else:
             self.state_dict[read_item.dest_index.fqn] = found
-
-
-def _entries(items: list[ReadItem], places: list[_StorageInfo], planner: Any) -> dict[MetadataIndex, Entry]:
-    """The entries of one file that ``items`` read; several items may read parts of one entry."""
-    entries: dict[MetadataIndex, Entry] = {}
-    for item, place in zip(items, places, strict=True):
-        index = item.storage_index
-        entry = entries.setdefault(index, Entry(index.fqn, place.offset, place.length))
-        if item.type is LoadItemType.BYTE_IO:
-            entry.keeps_bytes = True
-        else:
-            target = planner.resolve_tensor(item).detach()
-            entry.cuts.append(Cut(target, item.storage_offsets, item.lengths))
-    return entries
-
-
-def _load_object(item: ReadItem, entry: Entry, planner: Any) -> None:
-    """Store an object in the planner's state dict.
-
-    Raises:
-        EntryError: it holds anything but plain data.
-    """
-    try:
-        planner.load_bytes(item, io.BytesIO(entry.found))
-    except Exception as error:  # damaged bytes can raise anything
-        raise EntryError(entry.name) from error
-
-
-def load_object(file: IO[bytes]) -> Any:
-    """Read an object entry as data, see `read_object`."""
-    return read_object(file.read())
-
-
-def _tensor_in(data: bytes) -> Tensor:
-    found = read_object(data)
-    if not isinstance(found, Tensor):
-        raise ValueError(f"it is {type(found).__name__}, not a tensor")
-    return found
 
 
 def first_line(error: BaseException) -> str:

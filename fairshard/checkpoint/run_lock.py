@@ -12,6 +12,9 @@ guards its removal. **The guarantee**: of two runs that see the same folder, onl
 not touch the file for `EXPIRES_S` (a stopped process, a lost network) may lose it to a run on another host; it notices
 at its next beat, and before it publishes a checkpoint. Between that last look and the rename that publishes, nothing
 protects it: two checkpoints of one step could replace each other, each of them whole.
+
+Why not the lease of ``filelock``: before its version 4.1, which needs Python 3.11, it asks only for the hostname where
+the owner lives. Two containers with the hostname of their machine (``docker run --network host``) held it at once.
 """
 
 from __future__ import annotations

@@ -133,11 +133,7 @@ def take(training: Training, step: int | None, buffers: Buffers | None) -> Draft
         CheckpointError, TypeError: on every rank.
         RanksDisagreeError: on every rank, if they have run different things.
     """
-    return take_over(idle_group(), training, step, buffers)
-
-
-def take_over(group: ProcessGroup | None, training: Training, step: int | None, buffers: Buffers | None) -> Draft:
-    """`take`, with messages over ``group``, which no other thread uses meanwhile."""
+    group = idle_group()
     params = OptimParams(training.model)
     drafts: list[Draft] = []
 
@@ -195,7 +191,7 @@ def write(draft: Draft, folder: str, group: ProcessGroup | None, replace: Callab
     try:
         work = on_all_ranks(group, lambda: work)[0]
         on_all_ranks(group, lambda: storage.make(work))
-        files = write_files(draft, work, group)
+        files = _write_files(draft, work, group)
         manifest = Manifest(draft.step, len(files), {k: v for own in files for k, v in own.items()}, draft.aliases)
         on_all_ranks(group, lambda: _publish(storage, work, folder, manifest, replace) if rank == 0 else None)
     except BaseException as error:
@@ -221,7 +217,7 @@ def not_saved(folder: str, error: Exception, group: ProcessGroup | None) -> Fair
     )
 
 
-def write_files(draft: Draft, work: str, group: ProcessGroup | None) -> list[dict[str, FileEntry]]:
+def _write_files(draft: Draft, work: str, group: ProcessGroup | None) -> list[dict[str, FileEntry]]:
     """Write this rank's files; returns the files of every rank, with their checksums."""
     writer = CheckpointWriter(work, group)
     try:

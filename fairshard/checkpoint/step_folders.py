@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from dataclasses import dataclass
 
 from fairshard.checkpoint.claim import Claim
 from fairshard.checkpoint.contents import LATEST, MAX_POINTER_NBYTES, check_ours
-from fairshard.checkpoint.manifest import read_manifest
 from fairshard.checkpoint.step_names import STEP, step_of
 from fairshard.checkpoint.storage import MANIFEST, storage_of
 from fairshard.errors import CheckpointError
@@ -20,16 +18,8 @@ _REPLACED = ".replaced-"
 """Prefix of a whole checkpoint that is being replaced by another of the same step."""
 _REMOVED = ".old-"
 """Prefix of a checkpoint that is being removed, and may no longer be whole."""
-_LEFTOVER = re.compile(r"\.tmp-(step-\d{8,}-[0-9a-f]+|(latest|\.memory)-\d+)|\.old-(\.replaced-)?step-\d{8,}")
+_LEFTOVER = re.compile(r"\.tmp-(step-\d{8,}-[0-9a-f]+|latest-\d+)|\.old-(\.replaced-)?step-\d{8,}")
 """Names of what killed saves leave; other files in the root are not ours."""
-
-
-@dataclass(frozen=True)
-class Newest:
-    """The newest checkpoint, and its step by its manifest: a folder may have been renamed."""
-
-    folder: str
-    step: int
 
 
 class StepFolders:
@@ -86,7 +76,7 @@ class StepFolders:
         for old in names[: names.index(name) + 1][:-keep_last]:  # later ones belong to an abandoned run
             self._discard(f"{self.root}/{old}")
 
-    def newest(self) -> Newest | None:
+    def newest(self) -> str | None:
         """The folder that ``latest`` names; without ``latest`` (a crash in the first save), the newest whole one.
 
         Raises:
@@ -98,7 +88,7 @@ class StepFolders:
         names = self.whole_names()
         pointer = f"{self.root}/{LATEST}"
         if not self._storage.exists(pointer):
-            return self._found(names[-1]) if names else None
+            return f"{self.root}/{names[-1]}" if names else None
         try:
             named = self._storage.read_text(pointer, MAX_POINTER_NBYTES).strip()
         except (OSError, ValueError) as error:
@@ -107,14 +97,7 @@ class StepFolders:
             problem = f"{self.root}/{named}/{MANIFEST} is missing" if STEP.fullmatch(named) else "it is damaged"
             cure = f"Write one of {', '.join(names)} into it" if names else "No whole checkpoint is left"
             raise CheckpointError(f"{pointer} must name a whole checkpoint, but says {named!r}, and {problem}. {cure}.")
-        return self._found(named)
-
-    def _found(self, name: str) -> Newest:
-        folder, step = f"{self.root}/{name}", None
-        with contextlib.suppress(CheckpointError):  # a load of the folder says what is wrong
-            manifest = read_manifest(self._storage, folder)
-            step = None if manifest is None else manifest.step
-        return Newest(folder, step_of(name) if step is None else step)
+        return f"{self.root}/{named}"
 
     def whole_names(self) -> list[str]:
         """Names of the step folders with a manifest, oldest first."""

@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from fairshard.checkpoint.agreement import done_on_all_ranks
 from fairshard.checkpoint.manifest import FileEntry
-from fairshard.checkpoint.metadata_pickle import MARK
+from fairshard.checkpoint.metadata import MARK
 from fairshard.checkpoint.snapshot import Snapshot
 from fairshard.checkpoint.storage import is_remote
 

@@ -149,34 +149,22 @@ def part_of(comm: Communicator, size: bool | int, fqn: str) -> Communicator | No
     return communicator(known[size])
 
 
-_host_groups, _copy_groups = _Groups(), _Groups()
+_host_groups = _Groups()
 
 
+@explained
 def host_group() -> ProcessGroup | None:
     """A separate gloo group of all ranks for work beside training. **Collective** on the first call.
 
     None if torch.distributed is not initialised: then there is one process. It has the timeout of the default group;
     ranks that may work longer than others meanwhile send messages (see ``checkpoint/agreement.py``).
     """
-    return _gloo_group(_host_groups)
-
-
-def copy_group() -> ProcessGroup | None:
-    """As `host_group`, for copies in memory, which do not wait for a save. **Collective** on the first call.
-
-    It keeps the timeout of the default group: no rank writes to a disk between its messages.
-    """
-    return _gloo_group(_copy_groups)
-
-
-@explained
-def _gloo_group(known: _Groups) -> ProcessGroup | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     world = default_group()
-    if world not in known:
-        known[world] = dist.new_group(backend="gloo", timeout=timeout_of(world))
-    return known[world]
+    if world not in _host_groups:
+        _host_groups[world] = dist.new_group(backend="gloo", timeout=timeout_of(world))
+    return _host_groups[world]
 
 
 def fail_at_once(group: ProcessGroup | None) -> None:

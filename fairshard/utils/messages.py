@@ -12,9 +12,6 @@ from fairshard.utils.collectives import GATHER
 from fairshard.utils.failures import explained
 from fairshard.utils.groups import default_group, gloo_twin
 
-_PART_NUMEL = 1 << 26
-"""Elements of one message of `exchange_runs`."""
-
 
 @explained
 def broadcast_object(value: Any, group: ProcessGroup) -> Any:
@@ -139,32 +136,6 @@ class Poll:
         work, self._work = self._work, None
         work.wait()
         return bool(self._bit.item())
-
-
-@explained
-def exchange_runs(
-    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: ProcessGroup
-) -> None:
-    """Send 1-D CPU tensors to ranks of ``group``, and fill others with what ranks send to this one.
-
-    The tensors from one rank to another have equal sizes and the same order on both. Returns when all are sent and
-    received, or raises when none is still in use.
-    """
-    pairs = [(dist.isend, each) for each in sends] + [(dist.irecv, each) for each in receives]
-    works: list[Any] = []
-    failure: Exception | None = None
-    tags: dict[tuple[Any, int], int] = {}
-    for operation, (rank, run) in pairs:
-        for part in run.split(_PART_NUMEL):
-            tag = tags[operation, rank] = tags.get((operation, rank), -1) + 1
-            works += dist.batch_isend_irecv([dist.P2POp(operation, part, None, group, tag, rank)])
-    for work in works:
-        try:
-            work.wait()
-        except Exception as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
 
 
 @explained

@@ -9,10 +9,7 @@ was never killed, bit for bit; another with weights that differ by at most `TOLE
 save or just exits must leave only the newest checkpoints; a run that destroys the process group during its last save
 must still end.
 
-Some lives also copy their state to memory, which outlives the ranks: a copy must be whole, or not be used, and the next
-start must resume from the newest of the copies and the checkpoints.
-
-Half of the kills are at a named point inside a save or a copy (`kill_points`, in turn), the others at a random time.
+Half of the kills are at a named point inside a save (`kill_points`, in turn), the others at a random time.
 """
 
 import itertools
@@ -21,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from tests.checkpoint.kill_points import ANY_RANK, COPY_POINTS, POINTS, Kill
+from tests.checkpoint.kill_points import ANY_RANK, POINTS, Kill
 from tests.checkpoint.kill_table import ANY_TIME, Killed, Records
 from tests.checkpoint.killed_life import LONGEST_DELAY_S, AnyTime, Broken, Life, Lives, run_lives
 from tests.checkpoint.killed_run import DOORS, ENDS, EVERY, KEEP_LAST, NUM_STEPS, Kind
@@ -43,7 +40,6 @@ class Loop(Lives):
     def __init__(self, folder, seed):
         super().__init__(folder, seed)
         self._turn = itertools.cycle(POINTS)
-        self._copy_turn = itertools.cycle(COPY_POINTS)
         self._found = Records()
 
     @property
@@ -58,20 +54,20 @@ class Loop(Lives):
     def born(self, folder, chance):
         """A new life of a random kind."""
         door, end = chance.choice(DOORS), chance.choice(ENDS)
-        cpu_offload, async_save, copies = (chance.random() < part for part in (0.5, 0.5, 0.3))
-        return Life(folder, Kind(door, cpu_offload, async_save, copies, end))
+        cpu_offload, async_save = (chance.random() < 0.5 for _ in range(2))
+        return Life(folder, Kind(door, cpu_offload, async_save, end))
 
     def pass_through(self, life, chance, most):
         """Kill the life up to ``most`` times, and let it end."""
         world_size = chance.choice(FIRST_SIZES)
         changes = CHANGES if chance.random() < 0.5 else 0.0
         last = None
-        for place in self._places(life.kind, chance, most):
+        for place in self._places(chance, most):
             kill = None if place is None else self._kill(place, world_size, chance)
             found = life.newest()
             ending = life.start(world_size, kill)
             if last is not None:
-                last.resumed_on, last.resumed_from = world_size, found.place
+                last.resumed_on, last.has_resumed = world_size, found is not None
             if ending.killed:
                 last = self._count(ending, life)
             if ending.is_final:
@@ -80,18 +76,14 @@ class Loop(Lives):
                 world_size = chance.choice([size for size in LATER_SIZES if size != world_size])
         self._check_end(ending, life)
 
-    def _places(self, kind, chance, most):
-        """Where to kill: a named point and in which save or copy, or ``"any time"``, in turn; None at the end."""
+    def _places(self, chance, most):
+        """Where to kill: a named point and in which save, or ``"any time"``, in turn; None at the end."""
         places = []
-        if kind.copies and chance.random() < 0.2:
-            places.append(("memory named", 0))
         while len(places) < most:
-            point = next(self._copy_turn if kind.copies and chance.random() < 0.7 else self._turn)
-            if point == "memory named":  # at the first copy of a run only
-                point = next(self._copy_turn)
+            point = next(self._turn)
             if point != "set aside":
                 places += [(point, chance.randint(1, 3)), "any time"]
-            elif not kind.copies:  # needs a published step that `latest` does not name yet, nor a copy
+            else:  # needs a published step that `latest` does not name yet
                 places += [("pointer", 2), (point, 1), "any time"]
         return [*places[:most], None]
 
@@ -116,28 +108,22 @@ class Loop(Lives):
         if ending.killed or (kind.end == "destroy" and kind.async_save):
             return
         kept = [f"step-{step:08}" for step in range(NUM_STEPS, 0, -EVERY)][:KEEP_LAST]
-        copies = kind.copies and kind.end != "close"
         left = sorted(os.listdir(life.root))
-        if left != sorted([*kept, "latest", *[".memory"] * copies]):
+        if left != sorted([*kept, "latest"]):
             raise Broken(f"at the end there are {left}")
-        if kind.copies and bool(os.listdir(life.folder / "memory")) != copies:
-            raise Broken(f"at the end the memory holds {os.listdir(life.folder / 'memory')}")
 
     def _count(self, ending, life):
         kind, point = life.kind, ending.point
         victims = f"rank {ending.killed[0]}" if len(ending.killed) == 1 else f"{len(ending.killed)} ranks"
         size = ending.run.world_size
-        found = Killed(
-            kind.door, size, kind.cpu_offload, kind.async_save, kind.copies, victims, point, ending.survived_s
-        )
+        found = Killed(kind.door, size, kind.cpu_offload, kind.async_save, victims, point, ending.survived_s)
         self._found.kills.append(found)
         if point is None:
             where = "between steps"
         else:
-            copy = f"inside a copy to memory, {COPY_POINTS[point]}" if point in COPY_POINTS else None
-            where = copy or ANY_TIME.get(point) or f"inside a save, {POINTS[point]}"
+            where = ANY_TIME if point == ANY_TIME else f"inside a save, {POINTS[point]}"
         done = f"kill {self.num_done}: {life.folder.name} ({kind}), {victims} of {size}, {where}"
-        print(f"{done}; newest: {life.newest().step}", flush=True)
+        print(f"{done}; newest: {life.newest()}", flush=True)
         return found
 
     def summary(self):

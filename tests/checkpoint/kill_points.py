@@ -1,4 +1,4 @@
-"""Kills inside saves and inside copies to memory, at chosen points.
+"""Kills inside saves, at chosen points.
 
 The kill comes from the process that saves: an audit hook sees each change of a file or folder *before* it happens and
 kills at the chosen one. The disk is left as a crash between any two system calls would leave it.
@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from fairshard.checkpoint import checkpointer, memory_copies, writer
+from fairshard.checkpoint import checkpointer, writer
 
 # In the order in which a save reaches them. Every rank reaches those in ANY_RANK; only rank 0 reaches the others.
 POINTS = {
@@ -31,25 +31,12 @@ POINTS = {
     "prune": "before the oldest checkpoint is moved out of the way",
     "half pruned": "with a part of the oldest checkpoint removed",
 }
-COPY_POINTS = {
-    "memory named": "before the run's memory gets its name",
-    "copy folder": "before the temporary folder is made",
-    "half a copied piece": "with half of a block of a rank's file written",
-    "copied piece": "after a rank's file is written",
-    "copy metadata": "after all ranks' files, before .metadata",
-    "copy metadata named": "before .metadata gets its name",
-    "copy manifest": "before the manifest",
-    "copy manifest named": "before the manifest gets its name",
-    "copy publish": "before the rename",
-    "copy published": "after the rename, before the older copy goes",
-    "half a copy removed": "with a part of the older copy removed",
-}
-ANY_RANK = ("folder", "half a piece", "piece written", "copy folder", "half a copied piece", "copied piece")
+ANY_RANK = ("folder", "half a piece", "piece written")
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Kill ``who`` with -9 when ``rank`` reaches ``point`` in the ``nth`` save or copy of this start, or a later one.
+    """Kill ``who`` with -9 when ``rank`` reaches ``point`` in the ``nth`` save of this start, or a later one.
 
     ``who`` is ``"own"`` (that rank), ``"other"`` or ``"all"``.
     """
@@ -68,9 +55,9 @@ class Killer:
         self._kill = run.kill
         self._is_ours = run.kill is not None and run.kill.rank == rank
         self._rank, self._pids, self._note = rank, pids, note
-        self._removal = threading.local()  # ``point`` and ``num_files`` of the removal that this thread has begun
+        self._removal = threading.local()  # ``num_files`` of the removal of a checkpoint that this thread has begun
         self._renamed = None  # source and target of the last rename in the root
-        self.num_saves = self.num_copies = 0
+        self.num_saves = 0
         if self._is_ours:
             sys.addaudithook(self._hook)
 
@@ -87,11 +74,7 @@ class Killer:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _is_due(self, point):
-        number = self.num_copies if point in COPY_POINTS else self.num_saves
-        return self._is_ours and point == self._kill.point and number >= self._kill.nth
-
-    def _in_memory(self, path):
-        return self._run.memory is not None and str(path).startswith(self._run.memory)
+        return self._is_ours and point == self._kill.point and self.num_saves >= self._kill.nth
 
     def _hook(self, event, args):
         if not self._is_ours:
@@ -101,60 +84,48 @@ class Killer:
         elif event == "os.rename":
             self._on_rename(*map(os.fspath, args[:2]))
         elif event == "os.mkdir" and _name(args[0]).startswith(".tmp-"):
-            self.reach("copy folder" if self._in_memory(args[0]) else "folder")
+            self.reach("folder")
         elif event in ("os.remove", "os.rmdir"):
-            self._on_remove(args[0])
+            self._on_remove()
         elif event == "shutil.rmtree":
-            name = _name(args[0])
-            is_old_copy = self._in_memory(args[0]) and name.startswith("step-")
-            point = "half a copy removed" if is_old_copy else "half pruned" if name.startswith(".old-step-") else None
-            self._removal.point, self._removal.num_files = point, 0
+            self._removal.num_files = 0 if _name(args[0]).startswith(".old-step-") else None
 
     def _on_open(self, path):
-        name, copy = _name(path), "copy " if self._in_memory(path) else ""
+        name = _name(path)
         if name == ".metadata.tmp":
-            self.reach(f"{copy}metadata")
+            self.reach("metadata")
         elif name.startswith(".tmp-fairshard.json"):
-            self.reach(f"{copy}manifest")
+            self.reach("manifest")
         elif name.startswith(".tmp-latest"):
             self.reach("pointer")
 
     def _on_rename(self, source, target):
-        copy = "copy " if self._in_memory(target) else ""
-        source, target = _name(source), _name(target)
-        if not copy:
-            self._renamed = source, target
+        source, target = self._renamed = _name(source), _name(target)
         if target == ".metadata":
-            self.reach(f"{copy}metadata named")
+            self.reach("metadata named")
         elif target == "fairshard.json":
-            self.reach(f"{copy}manifest named")
+            self.reach("manifest named")
         elif target == "latest":
             self.reach("pointer named")
-        elif target == ".memory":
-            self.reach("memory named")
         elif target.startswith("step-") and source.startswith(".tmp-"):
-            self.reach(f"{copy}publish")
+            self.reach("publish")
         elif target.startswith(".replaced-"):
             self.reach("set aside")
         elif target.startswith(".old-") and source.startswith("step-"):
             self.reach("prune")
 
-    def _on_remove(self, path):
-        if self._in_memory(path) and _name(path) == "fairshard.json":
-            self.reach("copy published")
-        point = getattr(self._removal, "point", None)
-        if point is not None:
+    def _on_remove(self):
+        if getattr(self._removal, "num_files", None) is not None:
             self._removal.num_files += 1
             if self._removal.num_files == 2:
-                self.reach(point)
+                self.reach("half pruned")
 
     def wrote(self, stream, block):
         """Write half of the block and kill, if the kill is due."""
-        point = "half a copied piece" if self._in_memory(stream._raw.name) else "half a piece"
-        if self._is_due(point) and len(block) > 1:
+        if self._is_due("half a piece") and len(block) > 1:
             stream._raw.write(memoryview(block).cast("B")[: len(block) // 2])
             stream._raw.flush()
-            self.reach(point)
+            self.reach("half a piece")
 
     def sync(self, descriptor):
         """A file or folder is about to be synced."""
@@ -162,7 +133,7 @@ class Killer:
             return
         path = os.readlink(f"/proc/self/fd/{descriptor}")
         if path.endswith(".distcp"):
-            self.reach("copied piece" if self._in_memory(path) else "piece written")
+            self.reach("piece written")
         elif self._renamed is not None and path == self._run.root:
             (_, target), self._renamed = self._renamed, None
             if target == "latest":
@@ -172,9 +143,8 @@ class Killer:
 
 
 def watch(note, killer):
-    """Note where each save and each copy begins and ends, and let ``killer`` see what they do."""
+    """Note where each save begins and ends, and let ``killer`` see what it does."""
     write, fsync, save = writer._ChecksumStream.write, os.fsync, checkpointer.Checkpointer._write
-    begin, copy = memory_copies.MemoryCopies.save, memory_copies._write_copy
 
     def watched_write(stream, block):
         killer.wrote(stream, block)
@@ -190,24 +160,9 @@ def watch(note, killer):
         save(self, draft, group)
         note(f"save {draft.step} {'failed' if self._failure else 'ends'}")
 
-    def watched_begin(self, step, training):
-        killer.num_copies += 1
-        begin(self, step, training)
-
-    def watched_copy(draft, place, name):
-        note(f"copy {draft.step} begins")
-        try:
-            copy(draft, place, name)
-        except BaseException:
-            note(f"copy {draft.step} failed")
-            raise
-        note(f"copy {draft.step} ends")
-
     writer._ChecksumStream.write = watched_write
     os.fsync = watched_fsync
     checkpointer.Checkpointer._write = watched_save
-    memory_copies.MemoryCopies.save = watched_begin
-    memory_copies._write_copy = watched_copy
 
 
 def _name(path):

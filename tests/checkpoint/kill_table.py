@@ -9,15 +9,14 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests.checkpoint.kill_points import COPY_POINTS, POINTS
+from tests.checkpoint.kill_points import POINTS
+from tests.checkpoint.killed_life import ANY_TIME
 
-ANY_TIME = {"any time in a save": "at any time in a save", "any time in a copy": "at any time in a copy"}
 _COLUMNS = (
     ("sync", lambda kill: not kill.is_async and not kill.cpu_offload),
     ("async", lambda kill: kill.is_async and not kill.cpu_offload),
     ("sync+offload", lambda kill: not kill.is_async and kill.cpu_offload),
     ("async+offload", lambda kill: kill.is_async and kill.cpu_offload),
-    ("with copies", lambda kill: kill.has_copies),
     ("on 1", lambda kill: kill.resumed_on == 1),
     ("on 2", lambda kill: kill.resumed_on == 2),
     ("on 3", lambda kill: kill.resumed_on == 3),
@@ -27,18 +26,17 @@ _COLUMNS = (
 
 @dataclass
 class Killed:
-    """One kill, and the start after it: its number of ranks, None until it has resumed, and where it resumed from."""
+    """One kill, and the start after it: its number of ranks, None until it has started, and whether it has resumed."""
 
     door: str
     world_size: int
     cpu_offload: bool
     is_async: bool
-    has_copies: bool
     victims: str
     point: str | None
     survived_s: float
     resumed_on: int | None = None
-    resumed_from: str | None = None
+    has_resumed: bool = False
 
 
 @dataclass
@@ -61,17 +59,17 @@ class Records:
 
     def missed(self):
         """The points at which no kill came."""
-        return [point for point in (*POINTS, *COPY_POINTS) if all(kill.point != point for kill in self.kills)]
+        return [point for point in POINTS if all(kill.point != point for kill in self.kills)]
 
     def lines(self):
         """The table."""
         kills = self.kills
         resumed = [kill for kill in kills if kill.resumed_on is not None]
-        places = Counter(kill.resumed_from for kill in resumed)
+        anew = sum(not kill.has_resumed for kill in resumed)
         victims = Counter(kill.victims for kill in kills)
         same = sum(kill.resumed_on == kill.world_size for kill in resumed)
         yield f"{len(kills)} kills in {self.num_same + len(self.differences)} lives ({_counted(victims)}),"
-        yield f"{len(resumed)} resumed from the newest step ({_counted(places)}), {same} on as many ranks."
+        yield f"{len(resumed)} resumed from the newest step ({anew} from none), {same} on as many ranks."
         yield f"{self.num_same} lives kept their number of ranks and ended with the unbroken run's bits;"
         worst = max(self.differences, default=0)
         yield f"{len(self.differences)} changed it and ended within {worst:.1e} of its weights."
@@ -83,12 +81,9 @@ class Records:
             yield _row(f"{door}, {world_size} rank{'s' * (world_size > 1)}", own)
         yield _row("all", kills)
         points = Counter(kill.point for kill in kills)
-        for title, named in (
-            ("inside a save", {**POINTS, "any time in a save": "at any time"}),
-            ("inside a copy to memory", {**COPY_POINTS, "any time in a copy": "at any time"}),
-        ):
-            yield f"{sum(points[point] for point in named)} {title}:"
-            yield from (f"  {points[point]:4} {text}" for point, text in named.items())
+        named = {**POINTS, ANY_TIME: "at any time"}
+        yield f"{sum(points[point] for point in named)} inside a save:"
+        yield from (f"  {points[point]:4} {text}" for point, text in named.items())
         yield f"{points[None]} between them"
 
 

@@ -23,6 +23,7 @@ from tests.forked import fork
 
 LIMIT_S = 90.0
 LONGEST_DELAY_S = 1.0
+ANY_TIME = "any time in a save"
 
 
 class Broken(Exception):
@@ -67,40 +68,17 @@ class Ending:
 
     @property
     def point(self):
-        """Point of the save or copy at which the kill came; None outside both."""
+        """Point of the save at which the kill came; None outside."""
         if self.values("kill"):
             return self.values("kill")[0]
-        for word in ("save", "copy"):
-            notes = [note for note in self.notes[0] if note.startswith(f"{word} ")]
-            if notes and notes[-1].endswith("begins"):
-                return f"any time in a {word}"
-        return None
+        notes = [note for note in self.notes[0] if note.startswith("save ")]
+        return ANY_TIME if notes and notes[-1].endswith("begins") else None
 
     @property
     def durable(self):
-        """Last step whose save or copy any rank finished, or 0."""
-        done = [text for word in ("save", "copy") for text in self.values(word) if text.endswith("ends")]
+        """Last step whose save any rank finished, or 0."""
+        done = [text for text in self.values("save") if text.endswith("ends")]
         return max((int(text.split()[0]) for text in done), default=0)
-
-
-@dataclass(frozen=True)
-class Newest:
-    """The newest step on the disk and the newest in memory; None if there is none."""
-
-    disk: int | None
-    memory: int | None
-
-    @property
-    def step(self):
-        """The step that a start must resume from."""
-        return max((step for step in (self.disk, self.memory) if step is not None), default=None)
-
-    @property
-    def place(self):
-        """Where it must resume from."""
-        if self.step is None:
-            return "nothing"
-        return "disk" if self.step != self.memory else "memory"
 
 
 class Life:
@@ -123,7 +101,7 @@ class Life:
         newest = self.newest()
         ending = self.play(world_size, kill, saves)
         resumed = ending.values("resumed")
-        if set(resumed) != {str(newest.step)} or len(resumed) != world_size:
+        if set(resumed) != {str(newest)} or len(resumed) != world_size:
             raise Broken(f"it resumed from {resumed}, but the newest durable step is {newest}")
         for rank, code in enumerate(ending.codes):
             if code == 0 and not any(note.startswith("final") for note in ending.notes[rank]):
@@ -131,24 +109,15 @@ class Life:
             if code != 0 and not ending.killed:
                 raise Broken(f"rank {rank} failed with {code}, though none was killed")
         self._durable = max(self._durable, ending.durable)
-        if saves and (self.newest().step or 0) < self._durable:
+        if saves and (self.newest() or 0) < self._durable:
             raise Broken(f"step {self._durable} was saved, but the newest is {self.newest()}")
         return ending
 
     def newest(self):
-        """The newest checkpoints. Every one under its final name must be complete, on the disk and in memory."""
+        """The newest step; None if there is none. Every checkpoint under its final name must be complete."""
         steps = {path.name: self._checked(path) for path in self.root.glob("step-*")}
         pointer = self.root / "latest"
-        disk = steps[pointer.read_text().strip()] if pointer.exists() else max(steps.values(), default=None)
-        return Newest(disk, max(self._copies(), default=None))
-
-    def _copies(self):
-        """Steps of the copies in the memory of this run; one without a manifest is not used."""
-        name = self.root / ".memory"
-        if name.exists():
-            for path in (self.folder / "memory" / f"fairshard-{name.read_text()}").glob("step-*"):
-                if (path / "fairshard.json").exists():
-                    yield self._checked(path)
+        return steps[pointer.read_text().strip()] if pointer.exists() else max(steps.values(), default=None)
 
     def _checked(self, path):
         """The step of the checkpoint ``path``, compared byte by byte with its manifest."""

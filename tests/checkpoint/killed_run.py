@@ -26,7 +26,7 @@ from tests.checkpoint.kill_points import Kill, Killer, watch
 from tests.forked import Notes
 from tests.models import DIM, VOCAB, Block
 
-NUM_STEPS, EVERY, KEEP_LAST, MEMORY_EVERY = 36, 3, 2, 2
+NUM_STEPS, EVERY, KEEP_LAST = 36, 3, 2
 DOORS = ("wrapper", "fully_shard")
 ENDS = ("wait", "exit", "destroy", "close")
 ROWS, LENGTH, DROPPED = 12, 6, 0.2  # 1, 2, 3 and 4 ranks have equal parts of the rows
@@ -44,14 +44,12 @@ class Kind:
     door: str = "wrapper"
     cpu_offload: bool = False
     async_save: bool = False
-    copies: bool = False
-    """Whether it copies its state to memory."""
     end: str = "wait"
     stops: bool = False
 
     def __str__(self):
         parts = [self.door, "async" if self.async_save else "sync"]
-        parts += ["offload"] * self.cpu_offload + ["copies in memory"] * self.copies
+        parts += ["offload"] * self.cpu_offload
         return ", ".join(parts)
 
 
@@ -70,11 +68,6 @@ class Run:
     def root(self):
         """The folder of its checkpoints."""
         return f"{self.folder}/root" if self.saves else None
-
-    @property
-    def memory(self):
-        """The folder that stands for the host's memory: it outlives the ranks."""
-        return f"{self.folder}/memory" if self.saves and self.kind.copies else None
 
     def path(self, name):
         """Path of a file of this start only."""
@@ -198,11 +191,7 @@ def play(rank, run):
 
 
 def _checkpointer(run):
-    kind = run.kind
-    copies = {"memory_every": MEMORY_EVERY, "memory_folder": run.memory} if kind.copies else {}
-    if kind.copies:
-        os.makedirs(run.memory, exist_ok=True)
-    return Checkpointer(run.root, every=EVERY, keep_last=KEEP_LAST, async_save=kind.async_save, **copies)
+    return Checkpointer(run.root, every=EVERY, keep_last=KEEP_LAST, async_save=run.kind.async_save)
 
 
 def _sharded(model, kind):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from fairshard.checkpoint.plain_objects import read_object_file
+from fairshard.checkpoint.objects import read_object_file
 from fairshard.checkpoint.reader import CheckpointReader
 from tests.checkpoint.hostile_files import Archive, pickled_tensor
 from tests.checkpoint.limited import run_limited

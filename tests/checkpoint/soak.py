@@ -1,9 +1,9 @@
-"""Train for thousands of steps with saves, copies, validations and one resume: what a process holds must not grow.
+"""Train for thousands of steps with saves, validations and one resume: what a process holds must not grow.
 
     python -m tests.checkpoint.soak --steps 5000 --plot docs/_static/soak.svg
 
 It runs ``fairshard train`` on two ranks and looks at its processes in ``/proc`` from outside, several times a second:
-memory (anonymous pages), open descriptors, threads, and the copies in ``/dev/shm``. In the middle a rank is killed, and
+memory (anonymous pages), open descriptors and threads. In the middle a rank is killed, and
 ``--max-restarts`` starts both again, so there are two *lives*. In each life, once it has settled, the last third is
 compared with the first: the median of the memory, and the lowest number of descriptors and of threads, which saves
 raise for a moment. It ends with code 1 if any of these has grown.
@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import fairshard
-from fairshard.checkpoint.memory_folder import memory_left
 from tests.forked import children_of
 
 RANKS = 2
@@ -38,7 +37,7 @@ TAIL_NBYTES = 4096
 
 
 class Broken(Exception):
-    """The run failed, or left something behind."""
+    """The run failed."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,6 @@ class Soak:
     def __init__(self, folder, num_steps, options):
         self._out = folder / "run"
         self._num_steps = num_steps
-        self._copies = None
         command = [sys.executable, "-m", "fairshard.cli.main", "train", "--out", str(self._out), *options]
         self._log = (folder / "log").open("w+")
         paths = {"PYTHONPATH": str(Path(fairshard.__file__).parents[1])}
@@ -103,13 +101,12 @@ class Soak:
             stderr=subprocess.STDOUT,
         )
         self.lives = [{}, {}]
-        self.copied_nbytes = []
 
     def watch(self):
         """Sample until the run ends; kill a rank in the middle.
 
         Raises:
-            Broken: the run failed, or left copies in memory.
+            Broken: the run failed.
         """
         kill_at = self._num_steps // 2
         killed, killed_at = [], 0
@@ -128,9 +125,6 @@ class Soak:
         resumed = re.search(r"resumed after step (\d+)", printed)
         if self._process.returncode or resumed is None:
             raise Broken(f"the run ended with {self._process.returncode}:\n{printed[-2000:]}")
-        left = [path for path in (self._copies, memory_left(str(self._out / "checkpoints"))) if path]
-        if any(os.path.exists(path) for path in left):
-            raise Broken(f"the run left its copies in memory: {left}")
         if self._last_step() != self._num_steps:
             raise Broken(f"the run ended at step {self._last_step()}")
         return int(resumed[1])
@@ -140,9 +134,6 @@ class Soak:
         for name, pid in zip(names, [self._process.pid, *ranks], strict=True):
             with contextlib.suppress(OSError):
                 self.lives[life].setdefault(name, []).append(sample_of(pid, step))
-        self._copies = memory_left(str(self._out / "checkpoints")) or self._copies
-        if self._copies is not None:
-            self.copied_nbytes.append((step, sum_of_sizes(self._copies)))
 
     def _last_step(self):
         """The last step in ``metrics.jsonl``; 0 before the first."""
@@ -189,16 +180,6 @@ def sample_of(pid, step):
     return Sample(step, nbytes, len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task")))
 
 
-def sum_of_sizes(folder):
-    """Bytes of all files in ``folder``."""
-    total = 0
-    for base, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.path.getsize(f"{base}/{name}")
-    return total
-
-
 def draw(path, soak, resumed):
     """Draw what each process holds by step, one panel for each kind."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -207,9 +188,9 @@ def draw(path, soak, resumed):
     kinds = {"memory, MB": "nbytes", "descriptors": "num_descriptors", "threads": "num_threads"}
     figure = Figure(figsize=(8, 8), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(len(kinds) + 1, sharex=True)
+    panels = figure.subplots(len(kinds), sharex=True)
     colors = {"launcher": "#6b6b6b", "rank 0": "#3f6fb5", "rank 1": "#c8553d"}
-    for panel, (label, kind) in zip(panels, kinds.items(), strict=False):
+    for panel, (label, kind) in zip(panels, kinds.items(), strict=True):
         for life, processes in enumerate(soak.lives):
             for name, samples in processes.items():
                 thinned = samples[:: max(1, len(samples) // 200)]
@@ -218,10 +199,6 @@ def draw(path, soak, resumed):
                 panel.plot(steps, values, color=colors[name], linewidth=0.9, label=None if life else name)
         panel.set_ylabel(label)
         panel.set_ylim(bottom=0)
-    thinned = soak.copied_nbytes[:: max(1, len(soak.copied_nbytes) // 400)]
-    panels[-1].plot([step for step, _ in thinned], [n / 1e6 for _, n in thinned], color="#3f6fb5", linewidth=0.9)
-    panels[-1].set_ylabel("copies, MB")
-    panels[-1].set_ylim(bottom=0)
     panels[-1].set_xlabel("step")
     for panel in panels:
         panel.axvline(resumed, color="#6b6b6b", linewidth=0.8, linestyle=":")

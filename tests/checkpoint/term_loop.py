@@ -24,7 +24,7 @@ class StoppedLife(Life):
 
     def start(self, world_size, term=None):
         """Run to the end or to ``term``, an `AnyTime`, then check what must hold; returns the `Ending`."""
-        newest = self.newest().step
+        newest = self.newest()
         ending = self.play(world_size, term)
         if set(ending.values("resumed")) != {str(newest)}:
             raise Broken(f"it resumed from {ending.values('resumed')}, but the newest checkpoint is {newest}")
@@ -32,7 +32,7 @@ class StoppedLife(Life):
             return ending
         if set(ending.codes) != {STATUS}:
             raise Broken(f"the ranks ended with {ending.codes}, and noted {[own[-1] for own in ending.notes]}")
-        newest = self.newest().step
+        newest = self.newest()
         finished = {max(int(note.split()[1]) for note in own if note.startswith("step ")) for own in ending.notes}
         stopped = {int(step) for step in ending.values("stopped")}
         if not finished == stopped == {newest}:

@@ -406,14 +406,20 @@ def test_a_step_that_is_no_number_of_steps(tmp_path, step):
 
 
 @on_ranks(2, timeout=20)
-@pytest.mark.parametrize("name", ["every", "memory_every"])
-def test_ranks_that_save_at_other_steps_are_told(shared_folder, name):
+def test_ranks_that_save_at_other_steps_are_told(shared_folder):
     """If ranks differ in when they save, the first `maybe_save` raises on all of them, with both numbers."""
     rank = dist.get_rank()
-    checkpointer = Checkpointer(shared_folder, **{name: 10 + rank})
-    with pytest.raises(ValueError, match=rf"`{name}` .* is 10 on rank 0 and 11 on rank 1 of 2"):
+    checkpointer = Checkpointer(shared_folder, every=10 + rank)
+    with pytest.raises(ValueError, match=r"`every` .* is 10 on rank 0 and 11 on rank 1 of 2"):
         checkpointer.maybe_save(1, nn.Linear(2, 2))
     assert not os.listdir(shared_folder)
+
+
+@pytest.mark.parametrize("argument", [{"memory_every": 5}, {"memory_folder": "/dev/shm"}])
+def test_an_argument_for_copies_in_memory_says_what_to_do_instead(tmp_path, argument):
+    """fairshard copied its state to other hosts until 0.6; a script that asks for it must not go on without."""
+    with pytest.raises(TypeError, match=r"has no argument `memory_.*second Checkpointer.*/dev/shm/run"):
+        Checkpointer(tmp_path, **argument)
 
 
 @on_ranks(2)

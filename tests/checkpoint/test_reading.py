@@ -1,160 +1,93 @@
-"""Reading the files of a checkpoint once: into place, summed on the way, and nothing kept of a damaged one."""
+"""Reading the files of a checkpoint: its entries into their targets, and nothing kept of a damaged one."""
 
 import io
 import itertools
-import os
-import zlib
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.planner import LoadPlan
 
 from fairshard.checkpoint import load, loading, targets
-from fairshard.checkpoint.crc import join_crcs
-from fairshard.checkpoint.local_file import Cut, Entry, EntryError, can_read, read_entries
-from fairshard.checkpoint.manifest import FileEntry, Manifest
-from fairshard.checkpoint.reader import METADATA, CheckpointReader
-from fairshard.checkpoint.stored_tensor import HEAD_NBYTES, find_tensor
-from fairshard.checkpoint.writer import _save_tensor
+from fairshard.checkpoint.reader import CheckpointReader, SafePlanner
+from fairshard.checkpoint.storage import LocalStorage
+from fairshard.errors import CheckpointError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from tests.checkpoint.saved_steps import assert_agreed, attempt, is_same, memory_of, trained
 from tests.checkpoint.test_damage import DAMAGES
+from tests.checkpoint.written import save_alone
 from tests.kit import fake_group, run_ranks
 
-PLAIN = [
-    torch.arange(24.0).view(2, 3, 4),
-    torch.tensor(3.0),
-    torch.arange(300_000),
-    torch.linspace(0, 1, 60_000).view(200, 300).bfloat16(),
-    torch.tensor([True, False, True]),
-]
-ODD = [
-    torch.zeros(0, 3),
-    torch.arange(24.0).view(4, 6).t(),
-    torch.arange(8.0)[2:4],
-    torch.zeros(8, 8).to(torch.float8_e4m3fn),
-]
+SAVED = {
+    "floats": torch.arange(24.0).view(2, 3, 4),
+    "scalar": torch.tensor(3.0),
+    "numbers": torch.arange(300_000),
+    "halves": torch.linspace(0, 1, 60_000).view(200, 300).bfloat16(),
+    "flags": torch.tensor([True, False, True]),
+    "empty": torch.zeros(0, 3),
+    "transposed": torch.arange(24.0).view(4, 6).t(),
+    "cut": torch.arange(8.0)[2:4],
+    "eighths": torch.zeros(8, 8).to(torch.float8_e4m3fn),
+}
 
 
-def saved(tensors, save=_save_tensor):
-    """The bytes of ``tensors`` in one file, and an entry with an empty target for each."""
-    stream = io.BytesIO()
-    entries = []
-    for number, tensor in enumerate(tensors):
-        start = stream.tell()
-        save(tensor, stream)
-        target = torch.empty(tensor.shape, dtype=tensor.dtype)
-        cut = Cut(target, [0] * tensor.dim(), tensor.shape)
-        entries.append(Entry(str(number), start, stream.tell() - start, [cut]))
-    return stream.getvalue(), entries
+def read(folder, targets, change=lambda plan: plan):
+    """Read into ``targets``, by name, after ``change`` of the plan."""
+    reader, planner = CheckpointReader(str(folder)), SafePlanner()
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner.set_up_planner(targets, metadata, is_coordinator=True)
+    reader.read_data(change(planner.create_local_plan()), planner)
 
 
-def written(tmp_path, data):
-    """The path of a new file with the bytes ``data``."""
-    path = tmp_path / "file"
-    path.write_bytes(data)
-    return str(path)
+# ---- entries
 
 
-# ---- bytes
+def test_every_kind_of_tensor_is_read_into_its_target(tmp_path):
+    """Plain, empty, transposed and cut tensors, and dtypes without a storage class, have the bits that were saved."""
+    save_alone(tmp_path / "saved", SAVED)
+    targets = {name: torch.empty_like(value) for name, value in SAVED.items()}
+    read(tmp_path / "saved", targets)
+    for name, value in SAVED.items():
+        assert torch.equal(targets[name].float(), value.float()), name
 
 
-@pytest.mark.parametrize("cuts", [(), (0,), (1, 2, 70_000), (50_000, 50_000, 99_999)])
-def test_checksums_of_parts_join_to_that_of_the_whole(cuts):
-    """Wherever bytes are cut, also into empty parts, the joined checksum is that of all of them."""
-    data = torch.arange(100_000, dtype=torch.int32).to(torch.uint8).numpy().tobytes()
-    parts = [data[start:stop] for start, stop in itertools.pairwise((0, *cuts, len(data)))]
-    assert join_crcs((zlib.crc32(part), len(part)) for part in parts) == zlib.crc32(data)
+def test_parts_of_an_entry_go_to_targets_of_other_forms(tmp_path):
+    """A box of one tensor is copied out of it, into a target of another dtype and other strides too."""
+    save_alone(tmp_path / "saved", SAVED)
+    target = torch.empty(7, 5, dtype=torch.float64).t()
+
+    def cut(plan):
+        (item,) = plan.items
+        sizes = torch.Size([5, 7])
+        offsets = torch.Size([190, 3])
+        object.__setattr__(item, "storage_offsets", offsets)
+        object.__setattr__(item, "lengths", sizes)
+        return plan
+
+    with mock.patch.object(SafePlanner, "resolve_tensor", return_value=target):
+        read(tmp_path / "saved", {"halves": torch.empty(200, 300)}, cut)
+    assert torch.equal(target, SAVED["halves"][190:195, 3:10].double())
 
 
-@pytest.mark.parametrize("save", [_save_tensor, torch.save])
-def test_plain_tensors_are_read_into_place(tmp_path, save):
-    """Bits and checksum are right, and torch.load is not needed for any of them."""
-    data, entries = saved(PLAIN, save)
-    with mock.patch.object(torch, "load", side_effect=AssertionError):
-        assert read_entries(written(tmp_path, data), len(data), entries, sums=True) == zlib.crc32(data)
-    for tensor, entry in zip(PLAIN, entries, strict=True):
-        assert torch.equal(entry.cuts[0].target, tensor)
-
-
-def test_other_tensors_are_read_by_torch(tmp_path):
-    """Empty, transposed and cut tensors, and dtypes without a storage class, are not recognised, and right."""
-    data, entries = saved(ODD, torch.save)
-    assert [find_tensor(data[entry.start :][:HEAD_NBYTES]) for entry in entries] == [None] * len(ODD)
-    assert read_entries(written(tmp_path, data), len(data), entries, sums=True) == zlib.crc32(data)
-    for tensor, entry in zip(ODD, entries, strict=True):
-        assert torch.equal(entry.cuts[0].target.float(), tensor.float())
-
-
-def test_only_what_is_wanted_is_read(tmp_path):
-    """Without a checksum the bytes of other entries are not read; with one, all are, once."""
-    data, entries = saved(PLAIN)
-    path = written(tmp_path, data)
-    for sums, expected in ((False, entries[2].nbytes), (True, len(data))):
-        with mock.patch.object(os, "preadv", side_effect=os.preadv) as read:
-            crc = read_entries(path, len(data), [entries[2]], sums)
-        assert sum(len(call.args[1][0]) for call in read.call_args_list) == expected
-        assert crc == (zlib.crc32(data) if sums else None)
-
-
-def test_parts_of_an_entry_go_to_several_targets(tmp_path):
-    """Boxes of one tensor are copied out of it, into targets of another dtype and other strides too."""
-    data, (entry,) = saved([PLAIN[3]])
-    first, second = torch.empty(2, 3, dtype=torch.float64), torch.empty(7, 5, dtype=torch.bfloat16).t()
-    entry.cuts = [Cut(first, [5, 7], [2, 3]), Cut(second, [190, 0], [5, 7])]
-    read_entries(written(tmp_path, data), len(data), [entry], sums=False)
-    assert torch.equal(first, PLAIN[3][5:7, 7:10].double())
-    assert torch.equal(second, PLAIN[3][190:195, :7])
-
-
-def test_objects_keep_their_bytes(tmp_path):
-    """An object's bytes are kept as they are: they are unpickled only after the file's checksum was right."""
-    data = b"no pickle at all"
-    entry = Entry("object", 3, 6, keeps_bytes=True)
-    assert read_entries(written(tmp_path, data), len(data), [entry], sums=True) == zlib.crc32(data)
-    assert entry.found == data[3:9]
+def test_an_entry_of_another_shape_is_named(tmp_path):
+    """A tensor that is not the one that the metadata describe raises with the name of the entry and of the file."""
+    save_alone(tmp_path / "saved", SAVED)
+    with mock.patch.object(SafePlanner, "resolve_tensor", return_value=torch.empty(5)):
+        with pytest.raises(CheckpointError, match=r"__0_0.distcp must hold `flags`, .* it has the shape \(3,\)"):
+            read(tmp_path / "saved", {"flags": torch.empty(3, dtype=torch.bool)})
 
 
 def test_a_file_that_ends_early_raises(tmp_path):
-    """A file that became shorter after its size was checked raises, whatever part of an entry is missing."""
-    data, entries = saved(PLAIN)
-    path = written(tmp_path, data)
-    for nbytes in (0, 10, entries[2].start + 100, entries[2].start + 5000, len(data) - 1):
-        os.truncate(path, 0)
-        written(tmp_path, data[:nbytes])
-        with pytest.raises(OSError, match="ends too early"):
-            read_entries(path, len(data), entries, sums=True)
-
-
-def test_an_entry_that_is_not_a_tensor_is_named(tmp_path):
-    """Bytes that are no tensor, or a tensor of another shape, raise with the name of the entry."""
-    data, entries = saved(PLAIN[:1])
-    entries[0].nbytes -= 1
-    damaged = bytearray(data)
-    place = data.find(b"PK\x07\x08", 704)
-    damaged[place] ^= 1  # the mark after the elements
-    for content in (bytes(len(data)), bytes(damaged)):
-        with pytest.raises(EntryError, match="0"):
-            read_entries(written(tmp_path, content), len(data), entries, sums=False)
-    data, entries = saved(PLAIN[:1])
-    entries[0].cuts[0] = Cut(torch.empty(5), [0], [5])
-    with pytest.raises(EntryError, match="0"):
-        read_entries(written(tmp_path, data), len(data), entries, sums=False)
-
-
-@pytest.mark.parametrize(
-    ("places", "is_possible"),
-    [
-        *(([(0, 5), (5, 5)], True), ([(6, 4), (0, 5)], True), ([], True)),
-        *(([(0, 6), (5, 5)], False), ([(0, 11)], False), ([(-1, 3)], False), ([(3, -1)], False)),
-    ],
-)
-def test_places_outside_of_a_file_are_refused(places, is_possible):
-    """Entries must lie inside the file, without overlap."""
-    assert can_read([Entry("", start, nbytes) for start, nbytes in places], 10) is is_possible
+    """A file that became shorter after its size was checked raises."""
+    save_alone(tmp_path / "saved", SAVED)
+    path = tmp_path / "saved" / "__0_0.distcp"
+    whole = path.read_bytes()
+    for nbytes in (0, 10, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:nbytes])
+        with pytest.raises(CheckpointError, match=r"__0_0.distcp cannot be read: the file ends too early"):
+            read(tmp_path / "saved", {name: torch.empty_like(value) for name, value in SAVED.items()})
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -175,37 +108,30 @@ def test_padding_of_new_state_is_zero(rank):
 # ---- ranks
 
 
-def test_each_file_is_summed_by_the_rank_that_reads_most_of_it():
-    """Files that nobody reads go to the rank with the least to read; metadata are checked by everybody."""
-    reader = CheckpointReader("run")
-    sizes = {"a": 100, "b": 100, "c": 50, "d": 10, METADATA: 5}
-    reader.manifest = Manifest(1, 2, {name: FileEntry(nbytes, 0) for name, nbytes in sizes.items()})
-    reads = [{"a": 100, "b": 10}, {"b": 90}, {}]
-    plans = [LoadPlan([]) for _ in reads]
-    with mock.patch.object(reader, "_nbytes_read", side_effect=reads):
-        assert reader.prepare_global_plan(plans) == plans  # the caller has verified the files
-    reader.sums_while_reading = True
-    with mock.patch.object(reader, "_nbytes_read", side_effect=reads):
-        found = reader.prepare_global_plan(plans)
-    assert [plan.storage_data for plan in found] == [["a"], ["b"], ["c", "d"]]
+def test_each_rank_verifies_its_own_file_if_as_many_load_as_have_saved():
+    """The order is that of numbers, and the metadata, which every rank verifies, come last."""
+    names = [".metadata", *(f"__{rank}_0.distcp" for rank in range(12))]
+    assert sorted(sorted(names), key=loading._in_order_of_ranks) == [*names[1:], names[0]]
 
 
 def load_disturbed(folder, verify, victim, kind):
     """Load while the disk of rank ``victim`` flips a bit or fails; what is raised, and whether memory is unchanged."""
     model, optimizer = trained(seed=7)
     before = memory_of(model, optimizer)
-    original, num_reads = os.preadv, itertools.count()
+    original, num_opened = LocalStorage.open, itertools.count()
 
-    def disturbed(descriptor, buffers, place):
-        if kind == "fails" and next(num_reads) == 5:
+    def disturbed(storage, path, mode):
+        if not path.endswith(".distcp"):
+            return original(storage, path, mode)
+        if kind == "fails" and next(num_opened) == 0:
             raise OSError(5, "Input/output error")
-        count = original(descriptor, buffers, place)
-        if kind == "flips" and count > 700 and place < 700:
-            buffers[0][703] ^= 1  # between the records of the first entry: no parser notices it
-        return count
+        with original(storage, path, mode) as file:
+            data = bytearray(file.read())
+        data[703] ^= 1  # between the records of the first entry: no parser notices it
+        return io.BytesIO(data)
 
     is_victim = dist.get_rank() == victim
-    with mock.patch.object(os, "preadv", disturbed if is_victim else original):
+    with mock.patch.object(LocalStorage, "open", disturbed if is_victim else original):
         raised = attempt(lambda: load(folder, model, optimizer, verify=verify))
     return raised, is_same(before, memory_of(model, optimizer))
 
@@ -215,10 +141,7 @@ def load_disturbed(folder, verify, victim, kind):
     [(1, 0, "flips"), (2, 0, "flips"), (2, 1, "flips"), (1, 0, "fails"), (2, 1, "fails"), (3, 0, "fails")],
 )
 def test_a_disk_that_fails_on_one_rank_changes_nothing_on_any(root, world_size, victim, kind):
-    """While values are read, one rank's reads fail, or give other bits: all ranks raise the same error.
-
-    On the number of ranks that saved, each rank sums the bytes that it uses; three ranks read parts of files.
-    """
+    """While files are verified, one rank's reads fail, or give other bits: all ranks raise the same error."""
     folder = root / "step-00000006"
     raised, same = zip(*run_ranks(world_size, load_disturbed, str(folder), "reading", victim, kind), strict=True)
     words = {"flips": "must have the CRC-32", "fails": "Input/output error"}[kind]

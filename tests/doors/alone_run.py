@@ -161,15 +161,14 @@ class World:
         saver.wait()
         self.note("saved all")
 
-    def copy_to_memory(self):
-        """Rank 1 is stopped in its copy; rank 0 still writes its own for long when its training fails."""
+    def background_save(self):
+        """Rank 1 is stopped in its save; rank 0 still writes its own for long when its training fails."""
         model, optimizer = self.build()
-        (self.folder / "memory").mkdir(exist_ok=True)
-        saver = Checkpointer(self.folder / "saved", memory_every=1, memory_folder=self.folder / "memory")
+        saver = Checkpointer(self.folder / "saved")
         self.train(model, optimizer)
         meets = [self._stop if self.rank else functools.partial(time.sleep, 2 * ENDS_WITHIN_S)]
         writer._exact = functools.partial(_meeting, meets)
-        saver.copy_to_memory(1, model, optimizer)
+        saver.save(1, model, optimizer)
         while True:
             self.train(model, optimizer)
 

@@ -33,7 +33,7 @@ SLOW = ["slow_sync_save_of_fully_shard", "slow_async_save_of_wrapper"]
 def ran(tmp_path_factory):
     """All cases, run at the same time."""
     command = [sys.executable, "-m", "tests.doors.alone_run", str(tmp_path_factory.mktemp("alone"))]
-    command += [*ALONE, "no_model", "copy_to_memory", *WRITES, *STOPPED, *SLOW]
+    command += [*ALONE, "no_model", "background_save", *WRITES, *STOPPED, *SLOW]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return {found["case"]: found for found in map(json.loads, done.stdout.splitlines())}
@@ -97,10 +97,10 @@ def test_a_rank_that_is_stopped_at_or_in_a_save_is_told_in_time(ran, case):
 
 
 @pytest.mark.cpu_only("starts processes of its own, on gloo")
-def test_a_copy_to_memory_does_not_keep_a_failed_process(ran):
-    """Python waits for a copy before it ends, but not once a collective has failed."""
-    assert_in_time(ran["copy_to_memory"])
-    assert "rank 1: silent: its process has ended or is stopped" in told(ran["copy_to_memory"])[1]
+def test_a_background_save_does_not_keep_a_failed_process(ran):
+    """Python waits for a save before it ends, but not once a collective has failed."""
+    assert_in_time(ran["background_save"])
+    assert "rank 1: silent: its process has ended or is stopped" in told(ran["background_save"])[1]
 
 
 @pytest.mark.cpu_only("starts processes of its own, on gloo")
