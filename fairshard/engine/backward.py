@@ -59,12 +59,7 @@ class Backward:
         }
         self.used: set[Unit] = set()
         self._sent: set[Unit] = set()
-        self.task: Callable[[], object] = _no_task if on_end is None else _hold(self.used, on_end)
-
-    @property
-    def sends(self) -> bool:
-        """Whether any gradient is sent or kept."""
-        return bool(self.plan.schedule.sends)
+        self.task: Callable[[], object] = (lambda: None) if on_end is None else _hold(self.used, on_end)
 
     def lists(self, unit: Unit) -> bool:
         """Whether ``unit`` is in the schedule, or was reached outside of it."""
@@ -206,7 +201,8 @@ class Backward:
         for unit in self.units:
             unit.stop_computing()
             for flat_param in unit.flat_params:
-                flat_param.abandon_grads()
+                flat_param.drop_grads()
+                flat_param.grad.abandon(len(flat_param.slots))
         if self._cursor is None:
             return
         self.plan.stops.clear()  # this rank computes with no unit
@@ -243,10 +239,6 @@ def _hold(units: set[Unit], on_end: Callable[[], None]) -> Callable[[], object]:
 
     at_end_of_task(end)
     return weakref.ref(end, gone)
-
-
-def _no_task() -> None:
-    """Stand-in for a weak reference to a graph task that has ended."""
 
 
 def late_error(fqn: str) -> BackwardOrderError:

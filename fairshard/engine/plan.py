@@ -81,10 +81,12 @@ class Plan:
     """
 
     def __init__(
-        self, passes: Sequence[Pass[Unit]], kept: Sequence[Pass[Unit]], first: Any, is_restricted: bool
-    ) -> None:
+        self, passes: Sequence[Pass[Unit]], kept: Sequence[Pass[Unit]], first: Any, is_restricted: bool,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self.roots, self.passes, self._first = roots_of(passes, first), passes, first
         self.ended = passes
+        self._problem = self._begin(begin)
         self.calls = [call for one in passes for call in one.calls]
         for index, call in enumerate(self.calls):
             call.index = index
@@ -105,15 +107,23 @@ class Plan:
         self.flags = self._answer(is_restricted)
         self.answers += self.own
 
-    def agree(self, problem: Exception | None) -> bool:
-        """Make `answers` those of all ranks; returns whether these have run the same. **Collective.**
+    def _begin(self, begin: Callable[[], None]) -> Exception | None:
+        """Read what users have set; returns why this rank cannot begin, if so."""
+        try:
+            begin()
+            for unit in (unit for root in self.roots for unit in root.units):
+                unit.read_settings()
+        except Exception as error:
+            return error
+        return None
 
-        ``problem``: why this rank cannot begin.
+    def agree(self) -> bool:
+        """Make `answers` those of all ranks; returns whether these have run the same. **Collective.**
 
         Raises:
             FairshardError: on every rank, if any has a problem.
         """
-        peers = self.known.peers
+        peers, problem = self.known.peers, self._problem
         flags = self.flags | (PROBLEM if problem is not None else 0)
         self.flags = agree_on(self.answers, flags, peers, list(map(self._digest, peers)))
         if self.flags & PROBLEM and not self.flags & DIFFERENT:
@@ -287,7 +297,7 @@ def agree_on_plan(
     first: Any,
     is_restricted: bool = False,
     resident: bytes = b"",
-    begin: Callable[[], None] | None = None,
+    begin: Callable[[], None] = lambda: None,
 ) -> Plan:
     """Plan a backward of ``passes``, which has reached the model ``first``, with the other ranks. **Collective.**
 
@@ -299,32 +309,15 @@ def agree_on_plan(
         RanksDisagreeError: on every rank, if they have run different things.
         FairshardError: on every rank, if any has a problem.
     """
-    plan, problem = _planned(passes, kept, first, is_restricted, begin)
-    if plan.agree(problem):
+    plan = Plan(passes, kept, first, is_restricted, begin)
+    if plan.agree():
         plan.ended = kept
     else:
-        plan, problem = _planned(plan.reached_passes(kept), kept, first, is_restricted)
-        if not plan.agree(problem):
+        plan = Plan(plan.reached_passes(kept), kept, first, is_restricted)
+        if not plan.agree():
             raise plan.roots[0].difference()
     plan.conclude(resident)
     return plan
-
-
-def _planned(
-    passes: Sequence[Pass[Unit]], kept: Sequence[Pass[Unit]], first: Any, is_restricted: bool,
-    begin: Callable[[], None] | None = None,
-) -> tuple[Plan, Exception | None]:  # fmt: skip
-    """The answers of this rank, and why it cannot begin."""
-    problem = None
-    try:
-        if begin is not None:
-            begin()
-        for root in roots_of(passes, first):
-            for unit in root.units:
-                unit.read_settings()
-    except Exception as error:
-        problem = error
-    return Plan(passes, kept, first, is_restricted), problem
 
 
 def roots_of(passes: Sequence[Pass[Unit]], first: Any) -> list[Any]:

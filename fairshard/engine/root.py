@@ -281,7 +281,7 @@ class Engine:
         self._release(backward)
         for root in backward.plan.reached:
             is_reached = any(map(backward.lists, root.units))
-            reduces = is_reached and backward.sends and any(unit.sync for unit in root.units)
+            reduces = is_reached and bool(backward.plan.schedule.sends) and any(unit.sync for unit in root.units)
             root.told.backward_ends(is_reached, reduces)
 
     def is_over(self, backward: Backward) -> bool:

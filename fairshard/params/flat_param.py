@@ -418,10 +418,5 @@ class FlatParam:
         for slot in self.slots:
             slot.leaf.grad = None
 
-    def abandon_grads(self) -> None:
-        """A backward has raised: its gradients, and those to which it has added some, must not be used."""
-        self.drop_grads()
-        self.grad.abandon(len(self.slots))
-
 
 _UNDIVIDED = Division(1.0, 1.0)

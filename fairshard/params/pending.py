@@ -36,7 +36,6 @@ class PendingGrads:
         shard_sum: the sum ``[S]`` over the ranks of the shard, in fp32 or wider.
         in_shard_sum: for each leaf, 1 if any rank has a part in `shard_sum`.
         lost: faces whose gradients an exception has left incomplete; what they get later is dropped.
-        created: faces that the last `show` has covered.
     """
 
     def __init__(self, faces: Any, num_leaves: int) -> None:
@@ -47,7 +46,6 @@ class PendingGrads:
         self.in_shard_sum = bytearray(num_leaves)
         self.lost: set[int] = set()
         self.covers: dict[int, _Cover] = {}
-        self.created: set[int] = set()
 
     # ---- faces
 
@@ -83,16 +81,16 @@ class PendingGrads:
 
     def show(self, reached: bytes) -> None:
         """Show placeholders on the faces of leaves that some rank has ``reached``; the running backward did that."""
-        self.created = {*self._faces_of(reached)} - self.covers.keys()
-        for face in self.created:
+        new = {*self._faces_of(reached)} - self.covers.keys()
+        for face in new:
             self._cover(face)
+        self.faces.created = bytes(face in new for face in range(len(self.faces.shown)))
         self.faces.at_stake = reached
 
-    def retract(self, reached: bytearray) -> None:
-        """The backward of the last `show` has reached these leaves only: uncover the others that it has covered."""
-        for face in self.created.difference(self._faces_of(reached)):
-            self._drop_sums(face)
-            self._uncover(face)
+    def uncover(self, face: int) -> None:
+        """Nothing waits for a face after all: show what it had before."""
+        self._drop_sums(face)
+        self._uncover(face)
 
     def kept(self, sends_shard_sum: bool) -> bytes:
         """For each leaf, 1 if a backward must send something of it."""
@@ -113,7 +111,6 @@ class PendingGrads:
 
     def finish(self) -> None:
         """What was sent has arrived: the faces show what they had before, and it is added to that next."""
-        self.created.clear()
         for face in self.covers.keys() - self.lost:
             self._uncover(face)
 

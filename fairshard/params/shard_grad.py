@@ -92,7 +92,7 @@ class ShardGrad:
         pending: what no backward has reduced yet, or an exception has left incomplete; None: nothing.
         at_stake: for each parameter 1 if the running backward has added to its gradient, or has sent or kept a part of
             it; None: nothing yet.
-        created: for each face 1 if it had no gradient before this backward added one.
+        created: for each face 1 if it had no gradient, or no placeholder, before the last one was added.
     """
 
     pending: PendingGrads | None = None
@@ -193,12 +193,13 @@ class ShardGrad:
 
     def retract(self, reached: bytearray) -> None:
         """Drop gradients, and placeholders, that this backward created for parameters that it has not ``reached``."""
-        if self.pending is not None:
-            self.pending.retract(reached)
-            self._drop_if_empty()
         for face, is_new in enumerate(self.created):
             if is_new and 1 not in (reached if len(self.created) == 1 else reached[face : face + 1]):
-                self.show(face, None)
+                if self.pending is not None and face in self.pending.covers:
+                    self.pending.uncover(face)
+                else:
+                    self.show(face, None)
+        self._drop_if_empty()
 
     def land(self, counts: bool = True) -> None:
         """Wait for all copies and make their gradients visible; ``counts`` as in `GradTransfers.wait`."""
@@ -237,7 +238,7 @@ class ShardGrad:
 
     def begin_backward(self) -> None:
         """A backward begins: what earlier ones have changed cannot be lost any more."""
-        self.at_stake, self.created = None, b""
+        self.at_stake = None
 
     def pending_of(self, num_leaves: int) -> PendingGrads:
         """`pending`, made for ``num_leaves`` leaves if there is nothing yet."""

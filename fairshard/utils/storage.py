@@ -40,12 +40,6 @@ def is_aliased(data: Tensor) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) > 2  # `data` and `storage`
 
 
-def is_same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether both are the same elements of the same memory, in one dtype."""
-    is_alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
-    return is_alike and (not one.numel() or one.data_ptr() == other.data_ptr())
-
-
 def set_data(tensor: Tensor, data: Tensor) -> None:
     """Like ``tensor.data = data``, but ``data`` may be on any type of device; ``tensor`` stays the same object.
 

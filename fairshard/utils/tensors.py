@@ -34,6 +34,12 @@ def norm_of(tensors: list[Tensor], p: float) -> Tensor:
     return total
 
 
+def is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether both are the same elements of the same memory, in one dtype."""
+    is_alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    return is_alike and (not one.numel() or one.data_ptr() == other.data_ptr())
+
+
 @torch.no_grad()
 def round_stochastically_(source: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
     """Round fp32 ``source`` to bf16 ``target`` stochastically, with mean error 0; returns ``target``.

@@ -26,7 +26,8 @@ from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot
 from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.span import Span
-from fairshard.utils.storage import is_same_memory, set_data
+from fairshard.utils.storage import set_data
+from fairshard.utils.tensors import is_same_memory
 from fairshard.views.orig_param import OrigParam
 from fairshard.views.viewed_grad import ViewedGrad
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fairshard.params.rule import GradHome
 from fairshard.params.shard_grad import GradTransfers, ShardGrad
 from fairshard.utils.span import Span
-from fairshard.utils.storage import is_same_memory
+from fairshard.utils.tensors import is_same_memory
 
 
 class ViewedGrad(ShardGrad):

@@ -20,7 +20,7 @@ from fairshard.setup.arguments import units_of
 from fairshard.utils.buckets import Division
 from fairshard.utils.graph_breaks import untraced
 from fairshard.utils.hook_bucket import HookKind
-from fairshard.utils.storage import is_same_memory
+from fairshard.utils.tensors import is_same_memory
 from fairshard.views.owned import check_none_owned
 
 
