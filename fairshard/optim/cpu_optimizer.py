@@ -37,7 +37,7 @@ from fairshard.optim.early_steps import EarlySteps
 from fairshard.optim.grad_norm import clip_grad_norm_
 from fairshard.optim.grad_staging import GradStaging
 from fairshard.optim.local_parts import LocalParts
-from fairshard.optim.shard_step import ShardStep, Twin, is_moment
+from fairshard.optim.shard_step import Twin, is_moment
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.rule import GradHome
 from fairshard.setup.claim import claim
@@ -124,7 +124,7 @@ class CPUOptimizer(Optimizer):
         self._staging = GradStaging(self._worker)
         self._parts = LocalParts({} if self._steps_together else self._flat_params)
         self._twin = Twin(self._template, self, self._parts)
-        self._steps: dict[nn.Parameter, ShardStep] = {}
+        self._worker_twin = Twin(self._template, self, self._parts, state_dtype)  # steps while `_twin` does
         self._early: EarlySteps | None = None
         self._broken = ""
         allow_held_gradients(self)
@@ -216,7 +216,7 @@ class CPUOptimizer(Optimizer):
                 "backward, when shards have already been stepped. Step after the backward while you look for NaN."
             )
         transfers = root.shared.transfers
-        early = EarlySteps(self, self._worker)
+        early = EarlySteps(self.param_groups, self._worker_twin.step_one, self._worker)
         transfers.listener = early.take
         try:
             yield
@@ -233,7 +233,7 @@ class CPUOptimizer(Optimizer):
             raise
         self._early = early
 
-    # ---- for the scaler and the early steps
+    # ---- for the scaler
 
     def check_unstepped(self) -> None:
         """Raise if `last_backward` has stepped shards: a scaler would unscale their gradients too late.
@@ -249,22 +249,15 @@ class CPUOptimizer(Optimizer):
 
     def gradients(self) -> list[Tensor]:
         """All gradients, on parameters or held by units."""
-        grads = [self.grad_of(param) for group in self.param_groups for param in group["params"]]
+        grads = [self._grad_of(param) for group in self.param_groups for param in group["params"]]
         return [grad for grad in grads if grad is not None]
 
-    def grad_of(self, param: nn.Parameter) -> Tensor | None:
+    # ---- private
+
+    def _grad_of(self, param: nn.Parameter) -> Tensor | None:
         """The gradient of one parameter, whether on the parameter or held by its unit."""
         flat_param = self._flat_params.get(param)
         return param.grad if flat_param is None or flat_param.grad is None else flat_param.grad.value
-
-    def step_of(self, param: nn.Parameter) -> ShardStep:
-        """The `ShardStep` of ``param``."""
-        if param not in self._steps:
-            seed = self._parts.seed_of(param)
-            self._steps[param] = ShardStep(self._template, self, self._parts, param, seed)
-        return self._steps[param]
-
-    # ---- private
 
     def _step_all(self, done: Collection[nn.Parameter] = ()) -> None:
         """Step all except ``done``: together if their gradients are on them, otherwise while the next is fetched."""
@@ -272,7 +265,7 @@ class CPUOptimizer(Optimizer):
         for group in self.param_groups:
             beside = []
             for param in group["params"]:
-                grad = self.grad_of(param)
+                grad = self._grad_of(param)
                 if self._steps_together:
                     beside.append(param)
                     continue
@@ -287,7 +280,7 @@ class CPUOptimizer(Optimizer):
                     continue
                 what = "a parameter outside of all units" if flat_param is None else f"`{flat_param.name}`"
                 fetched = self._staging.fetch(flat_param, grad)
-                self._worker.submit(what, partial(_run, self.step_of(param), group, fetched, self.state_dtype))
+                self._worker.submit(what, partial(self._step_fetched, param, group, fetched))
             groups.append({**group, "params": beside})
         try:
             with cpu_threads(self._worker.num_threads):
@@ -300,6 +293,9 @@ class CPUOptimizer(Optimizer):
         for group, stepped in zip(self.param_groups, groups, strict=True):
             group.update({name: value for name, value in stepped.items() if name != "params"})
 
+    def _step_fetched(self, param: nn.Parameter, group: dict[str, Any], fetched: Callable[[], Tensor]) -> None:
+        self._worker_twin.step_one(param, group, fetched())
+
     def _clip(self) -> None:
         if self.clip_grad_norm is not None:
             clip_grad_norm_(self._root().units, self.clip_grad_norm, 2.0)
@@ -308,7 +304,7 @@ class CPUOptimizer(Optimizer):
         try:
             self._worker.join()
             check_arguments(self.clip_grad_norm, "wait", self.overlap, self.state_dtype)
-            early.check_unchanged()
+            early.check_unchanged(self._grad_of)
         except (FairshardError, ValueError) as error:
             self._broken = early.abandon() and str(error)
             raise
@@ -333,12 +329,6 @@ class CPUOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("CPUOptimizer must not be pickled or copied: build a new one and use load_state_dict().")
-
-
-def _run(
-    step: ShardStep, group: dict[str, Any], fetched: Callable[[], Tensor], state_dtype: torch.dtype | None
-) -> None:
-    step.run(group, fetched(), state_dtype)
 
 
 def _keep_on_device(flat_params: list[FlatParam], fraction: float) -> None:

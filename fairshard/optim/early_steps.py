@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,33 +12,23 @@ from torch.distributed.tensor import DTensor
 
 from fairshard.errors import FairshardError
 from fairshard.optim.cpu_worker import CPUWorker
-from fairshard.optim.shard_step import ShardStep
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.streams import Event, now
 from fairshard.views.orig_param import OrigParam, Stepped
 
-
-class ShardOptimizer(Protocol):
-    """The members of the optimizer that early steps use."""
-
-    state_dtype: torch.dtype | None
-    param_groups: list[dict[str, Any]]
-
-    def grad_of(self, param: nn.Parameter) -> Tensor | None:
-        """The gradient of ``param``, whether on the parameter or held by its unit."""
-
-    def step_of(self, param: nn.Parameter) -> ShardStep:
-        """The `ShardStep` of ``param``."""
+StepOne = Callable[[nn.Parameter, dict[str, Any], Tensor], None]
+"""Steps a shard with the hyperparameters of its group and a gradient."""
 
 
 class EarlySteps:
     """The shards that one backward has stepped, and the assumptions of those steps."""
 
-    def __init__(self, optimizer: ShardOptimizer, worker: CPUWorker) -> None:
-        self._optimizer = optimizer
+    def __init__(self, groups: list[dict[str, Any]], step_one: StepOne, worker: CPUWorker) -> None:
+        self._groups = groups
+        self._step_one = step_one
         self._worker = worker
-        self._settings = [_settings_of(group) for group in optimizer.param_groups]
-        self._groups = {param: group for group in optimizer.param_groups for param in group["params"]}
+        self._settings = [_settings_of(group) for group in groups]
+        self._group_of = {param: group for group in groups for param in group["params"]}
         self._taken: dict[nn.Parameter, _Taken | None] = {}
 
     def take(self, flat_param: FlatParam) -> None:
@@ -48,7 +38,7 @@ class EarlySteps:
 
     def _take(self, flat_param: Stepped) -> None:
         shard = flat_param.shard
-        group = self._groups.get(shard)
+        group = self._group_of.get(shard)
         # A unit of one rank computes on the shard itself, which the backward still needs.
         if group is None or shard.device.type != "cpu" or flat_param.computes_on_shard:
             return
@@ -60,6 +50,16 @@ class EarlySteps:
         self._taken[shard] = None
         ready = now(flat_param.compute_device)
         self._worker.submit(f"`{flat_param.name}`", lambda: self._step(flat_param, group, ready))
+
+    def _step(self, flat_param: Stepped, group: dict[str, Any], ready: Event) -> None:
+        # A held gradient is read on a different stream than the one that produced it.
+        flat_param.grad.transfers.wait(ready, counts=False)
+        flat_param.grad.land(counts=False)
+        grad = flat_param.grad.value
+        if grad is None:  # unused, or frozen, beside others of its unit
+            return
+        self._taken[flat_param.shard] = _Taken.of(flat_param, grad)
+        self._step_one(flat_param.shard, group, grad.to(flat_param.shard.device))
 
     def complete(self, flat_params: Iterable[FlatParam]) -> None:
         """After the backward, when all gradients have landed: step the remaining shards, and wait for the steps."""
@@ -78,11 +78,11 @@ class EarlySteps:
         self._worker.clear()
         if not self._taken:
             return ""
-        return f"{len(self._taken)} of {len(self._groups)} shards had been stepped when the backward raised."
+        return f"{len(self._taken)} of {len(self._group_of)} shards had been stepped when the backward raised."
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, grad_of: Callable[[nn.Parameter], Tensor | None]) -> None:
         """Raise if hyperparameters or gradients have changed since the steps; the error names the first one."""
-        for group, before in zip(self._optimizer.param_groups, self._settings, strict=True):
+        for group, before in zip(self._groups, self._settings, strict=True):
             for name, value in _settings_of(group).items():
                 if name not in before or not _equal(before[name], value):
                     raise FairshardError(
@@ -90,25 +90,11 @@ class EarlySteps:
                         f"{before.get(name)} to {value}. Change it after the step."
                     )
         for shard, taken in self._taken.items():
-            if taken is None:
-                continue
-            if self._optimizer.grad_of(shard) is not taken.grad or taken.has_changed:
+            if taken is not None and (grad_of(shard) is not taken.grad or taken.has_changed):
                 raise FairshardError(
                     f"The gradient of `{taken.flat_param.name}` must not change between last_backward() and step(), "
                     "but did. Run the backward outside of last_backward() to edit gradients."
                 )
-
-    def _step(self, flat_param: Stepped, group: dict[str, Any], ready: Event) -> None:
-        shard = flat_param.shard
-        # A held gradient is read on a different stream than the one that produced it.
-        flat_param.grad.transfers.wait(ready, counts=False)
-        flat_param.grad.land(counts=False)
-        grad = flat_param.grad.value
-        if grad is None:  # unused, or frozen, beside others of its unit
-            return
-        step = self._optimizer.step_of(shard)
-        self._taken[shard] = _Taken.of(flat_param, grad)
-        step.run(group, grad.to(shard.device), self._optimizer.state_dtype)
 
 
 @dataclass(frozen=True)

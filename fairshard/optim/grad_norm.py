@@ -53,23 +53,16 @@ def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Ten
                 parts += [grad[span.start : span.stop] for span in flat_param.line.layout.counted(unit.comm.rank)]
     # From the shards, not the gradients: a rank without gradients must reduce in the same dtype as the others.
     is_double = any(fp.shard.dtype == torch.float64 for unit in units for fp in unit.flat_params)
-    dtype = torch.float64 if is_double else torch.float32
-    total = torch.zeros((), dtype=dtype, device=units[0].device)
-    for comm, parts in filled.items():
-        norm = norm_of(parts, norm_type).to(total)
-        if math.isinf(norm_type):
-            total = torch.maximum(total, largest_norms(norm, comm))
-        else:
-            power = norm**norm_type
-            comm.all_reduce(power, "sum").wait()
-            total = total + power
+    zero = torch.zeros((), dtype=torch.float64 if is_double else torch.float32, device=units[0].device)
+    norms = [_over_ranks(norm_of(parts, norm_type).to(zero), norm_type, comm) for comm, parts in filled.items()]
     if ignored := {id(param): param for unit in units for param in unit.origin.ignored.params}:
         whole = [param.grad for param in ignored.values() if param.grad is not None]
         grads += whole
-        norm = _mean_norm(units[0], norm_of(whole, norm_type).to(total), norm_type)
-        total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type
-    if not math.isinf(norm_type):
-        total = total ** (1.0 / norm_type)
+        norm = norm_of(whole, norm_type).to(zero)
+        for comm in map(communicator, units[0].groups.spanning()):
+            norm = _over_ranks(norm, norm_type, comm, is_mean=True)
+        norms.append(norm)
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     root = units[0].root
     assert root is not None
     NanCheck.of(root).warn_once(total)
@@ -80,16 +73,13 @@ def clip_grad_norm_(units: list[Unit], max_norm: float, norm_type: float) -> Ten
     return total
 
 
-def _mean_norm(unit: Unit, own: Tensor, norm_type: float) -> Tensor:
-    """Norm of gradients that differ across ranks: from the mean of powers, or the largest norm. **Collective.**"""
-    for comm in map(communicator, unit.groups.spanning()):
-        if math.isinf(norm_type):
-            own = largest_norms(own, comm)
-        else:
-            power = own**norm_type
-            comm.all_reduce(power, "sum").wait()
-            own = (power / comm.world_size) ** (1.0 / norm_type)
-    return own
+def _over_ranks(own: Tensor, norm_type: float, comm: Communicator, is_mean: bool = False) -> Tensor:
+    """The norm of what all ranks have together, or if ``is_mean`` of the mean of their powers. **Collective.**"""
+    if math.isinf(norm_type):
+        return largest_norms(own, comm)
+    power = own**norm_type
+    comm.all_reduce(power, "sum").wait()
+    return (power / comm.world_size if is_mean else power) ** (1.0 / norm_type)
 
 
 def _check_plain(units: list[Unit]) -> None:

@@ -1,4 +1,4 @@
-"""Step one shard with any torch optimizer: one call of its kernel over one flat tensor."""
+"""Step shards with any torch optimizer: calls of its kernel over flat tensors."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ _ROUNDINGS = "num_roundings"
 class Twin:
     """An optimizer of the user's class that steps some parameters of ``owner``, using the owner's state.
 
-    ``template`` is an optimizer of that class; ``parts`` provides the local elements of DTensor parameters.
+    ``template`` is an optimizer of that class; ``parts`` provides the local elements of DTensor parameters. Moments are
+    stored in ``state_dtype`` by `step_one`, unless it is None.
     """
 
-    def __init__(self, template: Optimizer, owner: Optimizer, parts: LocalParts) -> None:
+    def __init__(
+        self, template: Optimizer, owner: Optimizer, parts: LocalParts, state_dtype: torch.dtype | None = None
+    ) -> None:
         self._owner = weakref.proxy(owner)  # the owner holds this object
         self._parts = parts
+        self._state_dtype = state_dtype
         self._optimizer = object.__new__(type(template))
         self._optimizer.__dict__.update(template.__dict__)
         # The profiler and the hooks around `step` belong to the owner's step: unwrap them.
@@ -52,6 +56,44 @@ class Twin:
         for group, stepped in zip(groups, entered, strict=True):
             group.update({name: value for name, value in stepped.items() if name != "params"})
 
+    @torch.no_grad()
+    def step_one(self, shard: nn.Parameter, group: dict[str, Any], grad: Tensor) -> None:
+        """Step ``shard`` with ``grad``, on its device, and the hyperparameters of ``group``."""
+        own = {**group, "params": [shard]}
+        kept, shard.grad = shard.grad, grad
+        narrow = self._widen(shard) if self._state_dtype is not None else {}
+        try:
+            self.step([own])
+        finally:
+            shard.grad = kept
+        if self._state_dtype is not None:
+            self._narrow(shard, narrow, self._state_dtype)
+        if any(value is not group.get(name) for name, value in own.items() if name != "params"):
+            raise FairshardError(
+                "An optimizer with counters in its param groups must step all shards together, but this steps one "
+                "shard, which would advance them once per shard. Use neither overlap, state_dtype nor held gradients."
+            )
+
+    def _widen(self, shard: nn.Parameter) -> dict[str, Tensor]:
+        """Convert moments to the shard's dtype for the kernel; returns the stored ones."""
+        state = self._owner.state.get(shard, {})
+        narrow = {name: value for name, value in state.items() if is_moment(value, shard)}
+        for name, value in narrow.items():
+            state[name] = self._parts.shown(shard, self._parts.own(shard, value).to(shard.dtype))
+        return narrow
+
+    def _narrow(self, shard: nn.Parameter, narrow: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        """Store the moments in ``dtype`` with stochastic rounding; rounding to nearest would lose small changes."""
+        parts, state = self._parts, self._owner.state[shard]
+        state[_ROUNDINGS] = state.get(_ROUNDINGS, 0) + 1
+        seed = hash((parts.seed_of(shard), state[_ROUNDINGS])) & 0x7FFFFFFFFFFFFFFF
+        generator = torch.Generator().manual_seed(seed)
+        for name, value in list(state.items()):
+            if is_moment(value, shard):
+                target, own = narrow.get(name), parts.own(shard, value)
+                into = torch.empty_like(own, dtype=dtype) if target is None else parts.own(shard, target)
+                state[name] = parts.shown(shard, round_stochastically_(own, into, generator))
+
 
 def _by_momentum(groups: list[dict[str, Any]], state: Mapping[Any, Any]) -> list[dict[str, Any]]:
     """``groups``, each cut in two if only some of its parameters have a momentum buffer yet.
@@ -65,63 +107,6 @@ def _by_momentum(groups: list[dict[str, Any]], state: Mapping[Any, Any]) -> list
             parts.setdefault(state.get(param, {}).get("momentum_buffer") is None, []).append(param)
         cut += [{**group, "params": params} for params in parts.values()]
     return cut
-
-
-class ShardStep:
-    """Steps one shard with the current hyperparameters of its group."""
-
-    def __init__(
-        self, template: Optimizer, owner: Optimizer, parts: LocalParts, shard: nn.Parameter, seed: int
-    ) -> None:
-        self._twin = Twin(template, owner, parts)
-        self._parts = parts
-        self._owner = weakref.proxy(owner)
-        self._shard = shard
-        self._seed = seed
-
-    @torch.no_grad()
-    def run(self, group: dict[str, Any], grad: Tensor, state_dtype: torch.dtype | None) -> None:
-        """Step with ``grad``, on the shard's device; moments are stored in ``state_dtype`` unless it is None."""
-        shard = self._shard
-        own = {**group, "params": [shard]}
-        kept, shard.grad = shard.grad, grad
-        narrow = self._widen() if state_dtype is not None else {}
-        try:
-            self._twin.step([own])
-        finally:
-            shard.grad = kept
-        if state_dtype is not None:
-            self._narrow(narrow, state_dtype)
-        if any(value is not group.get(name) for name, value in own.items() if name != "params"):
-            raise FairshardError(
-                "An optimizer with counters in its param groups must step all shards together, but this steps one "
-                "shard, which would advance them once per shard. Use neither overlap, state_dtype nor held gradients."
-            )
-
-    def _widen(self) -> dict[str, Tensor]:
-        """Convert moments to the shard's dtype for the kernel; returns the stored ones."""
-        state = self._owner.state.get(self._shard, {})
-        narrow = {name: value for name, value in state.items() if is_moment(value, self._shard)}
-        for name, value in narrow.items():
-            state[name] = self._shown(self._own(value).to(self._shard.dtype))
-        return narrow
-
-    def _narrow(self, narrow: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """Store the moments in ``dtype`` with stochastic rounding; rounding to nearest would lose small changes."""
-        state = self._owner.state[self._shard]
-        state[_ROUNDINGS] = state.get(_ROUNDINGS, 0) + 1
-        generator = torch.Generator().manual_seed(hash((self._seed, state[_ROUNDINGS])) & 0x7FFFFFFFFFFFFFFF)
-        for name, value in list(state.items()):
-            if is_moment(value, self._shard):
-                target, own = narrow.get(name), self._own(value)
-                into = torch.empty_like(own, dtype=dtype) if target is None else self._own(target)
-                state[name] = self._shown(round_stochastically_(own, into, generator))
-
-    def _own(self, value: Tensor) -> Tensor:
-        return self._parts.own(self._shard, value)
-
-    def _shown(self, own: Tensor) -> Tensor:
-        return self._parts.shown(self._shard, own)
 
 
 def is_moment(value: Any, param: Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from fairshard.errors import FairshardError, HeldGradientError, PendingGradientError, ShardOptimizerError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, ShardedGradScaler, cpu_worker
-from fairshard.optim.shard_step import ShardStep, Twin
+from fairshard.optim.shard_step import Twin
 from fairshard.params.grads import grads_of
 from tests.kit import rank_device
 from tests.models import mlp, wrap_each
@@ -155,14 +155,14 @@ def test_a_failed_step_is_raised_by_step_with_the_name_of_the_unit():
     optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1)
     backward(model, 0)
     second = list(model.parameters())[1]
-    original = ShardStep.run
+    original = Twin.step_one
 
-    def failing(step, group, grad, state_dtype):
-        if step._shard is second:
+    def failing(twin, shard, *args):
+        if shard is second:
             raise MemoryError("no more of it")
-        original(step, group, grad, state_dtype)
+        original(twin, shard, *args)
 
-    with mock.patch.object(ShardStep, "run", failing):
+    with mock.patch.object(Twin, "step_one", failing):
         with pytest.raises(FairshardError, match=r"`2.flat_param_0`.*no more"):
             optimizer.step()
     with pytest.raises(FairshardError, match=r"no more of it.*Load model and optimizer"):

@@ -10,7 +10,7 @@ from fairshard.errors import FairshardError
 from fairshard.nn import CPUOffloadPolicy, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
-from fairshard.optim.shard_step import ShardStep
+from fairshard.optim.shard_step import Twin
 from fairshard.params.grads import grads_of
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
@@ -48,11 +48,11 @@ def test_shards_are_stepped_while_the_backward_runs():
     optimizer.step()
     optimizer.zero_grad()
     stepped = []
-    original = ShardStep.run
+    original = Twin.step_one
 
-    def noting(step, *args):
-        original(step, *args)
-        stepped.append(step._shard)
+    def noting(twin, shard, *args):
+        original(twin, shard, *args)
+        stepped.append(shard)
 
     early = []
 
@@ -62,7 +62,7 @@ def test_shards_are_stepped_while_the_backward_runs():
 
     model[0].module.register_full_backward_pre_hook(look)
     loss = loss_of(model, 1)
-    with mock.patch.object(ShardStep, "run", noting), optimizer.last_backward():
+    with mock.patch.object(Twin, "step_one", noting), optimizer.last_backward():
         loss.backward()
     assert early[0] is model[4].params[0]
     assert len(early) < len(stepped) == 3
@@ -210,7 +210,7 @@ def test_last_backward_needs_overlap_and_a_step_each_time():
 def test_a_failing_early_step_is_raised_by_step():
     """`step` raises the worker's exception with the unit's name; later steps raise as well."""
     model, optimizer = build()
-    with mock.patch.object(ShardStep, "run", mock.Mock(side_effect=MemoryError("no more of it"))):
+    with mock.patch.object(Twin, "step_one", mock.Mock(side_effect=MemoryError("no more of it"))):
         with optimizer.last_backward():
             loss_of(model, 0).backward()
         with pytest.raises(FairshardError, match=r"CPU step of `\w.flat_param_0` failed.*no more of it"):
