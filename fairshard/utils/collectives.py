@@ -37,7 +37,7 @@ from fairshard.utils.transfers import Chain, Message, Transfer, Works
 
 __all__ = ["counters", "reset_counters"]
 
-# Four ranks on two cores: below this many bytes gloo's own all-gather is faster (docs/notes/collectives.md).
+# Four ranks on two cores: below this many bytes gloo's own all-gather is faster (docs/notes/history.md).
 _EXCHANGE_MIN_BYTES_AT_FOUR = 1 << 20
 
 # Methods of the group, not functions of torch.distributed, which cost twice as much host time. Renamed in torch

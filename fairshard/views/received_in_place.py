@@ -20,7 +20,7 @@ from fairshard.utils.storage import free_storage_
 from fairshard.views.copied_out import Beside, CopiedOut
 
 _MIN_NBYTES = 1 << 17
-"""Least bytes that a rank sends of a parameter that is received in place (docs/notes/in-place.md)."""
+"""Least bytes that a rank sends of a parameter that is received in place (docs/notes/history.md, Collectives)."""
 
 
 def large_params(layout: RowsLayout, itemsize: int) -> list[int]:
