@@ -6,5 +6,5 @@ engine imports none of them. May import: everything but `fairshard.cli`.
 - `fairshard.integrations.accelerate`: ``enable()`` before ``Accelerator`` or ``Trainer``
 - `fairshard.integrations.lightning`: ``FairshardStrategy`` for ``Trainer``
 - `fairshard.integrations.torchtitan`: ``enable()`` before the trainer is built
-- `fairshard.integrations.torch_names`: lets a package read names of ``torch.distributed.fsdp`` as fairshard's
+- `fairshard.integrations.torch_names`: puts fairshard's objects in the place of those of ``torch.distributed.fsdp``
 """

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fairshard.checkpoint import load_optimizer
-from fairshard.integrations.torch_names import redirect, require, restore
+from fairshard.integrations.torch_names import Replaced, loaded, put_back, require, swap, swapped
 from fairshard.nn import (
     FSDPModule,
     FullyShardedDataParallel,
@@ -35,9 +35,9 @@ __all__ = ["disable", "enable", "enabled"]
 PACKAGES = ("accelerate", "transformers", "peft", "trl")
 _LOAD_OPTIMIZER = "load_fsdp_optimizer"
 _OF_MODELS = ("extract_model_from_parallel", "save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer")
+_ASKS = "is_fsdp_managed_module"
 
-# Replaced by `enable`: class or module, name, original; None if a base class has the original.
-_replaced: list[tuple[Any, str, Any]] = []
+_replaced: Replaced = []
 
 
 class AcceleratedFSDP(FullyShardedDataParallel):
@@ -59,41 +59,35 @@ class AcceleratedFSDP(FullyShardedDataParallel):
         return []
 
 
+NAMES: dict[str, Any] = {
+    "FullyShardedDataParallel": AcceleratedFSDP,
+    "fully_shard": fully_shard,
+    "register_fsdp_forward_method": register_fsdp_forward_method,
+}
+"""What these packages find in ``torch.distributed.fsdp``."""
+
+
 def enable() -> None:
     """Make the FSDP plugins of accelerate, and of the Hugging Face ``Trainer``, build fairshard's engine, on CPU too.
 
     Call it before ``Accelerator`` or ``Trainer`` is made. ``fsdp_version=1`` wraps with `FullyShardedDataParallel`,
-    ``fsdp_version=2`` shards with `fully_shard`. Only code of accelerate, transformers, peft and trl is affected. A
-    second call does nothing.
+    ``fsdp_version=2`` shards with `fully_shard`. Only accelerate, transformers, peft and trl are affected, and what
+    they call while they wrap, save or load a model. A second call does nothing.
     """
     if _replaced:
         return
-    names = {
-        "FullyShardedDataParallel": AcceleratedFSDP,
-        "fully_shard": fully_shard,
-        "register_fsdp_forward_method": register_fsdp_forward_method,
-    }
-    redirect(PACKAGES, names)
     _replace(AcceleratorState, "__init__", _init_on_cpu)
     _replace(FullyShardedDataParallelPlugin, "__post_init__", _post_init_on_cpu)
     _replace(Accelerator, "prepare", _prepare)
+    _replace(Accelerator, "prepare_model", _with_ours)
     _replace(Accelerator, "get_state_dict", _without_compiled)
-    _replace(FSDPModule, "_get_name", _name_for_packages)
-    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] in PACKAGES]:
-        for name in (_LOAD_OPTIMIZER, *_OF_MODELS):
-            if name in vars(module):
-                _replace(module, name, _load_optimizer if name == _LOAD_OPTIMIZER else _without_compiled)
+    _replace(FSDPModule, "_get_name", _name_of_class)
+    _replace_functions()
 
 
 def disable() -> None:
     """Undo `enable`; models that are already sharded stay so."""
-    while _replaced:
-        owner, name, original = _replaced.pop()
-        if original is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
-    restore(PACKAGES)
+    put_back(_replaced)
 
 
 @contextmanager
@@ -112,11 +106,23 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     _replaced.append((owner, name, original if is_own else None))
 
 
+def _replace_functions() -> None:
+    """Replace names and functions that loaded modules of the packages have, and have not been replaced before."""
+    modules = loaded(PACKAGES)
+    _replaced.extend(swap(modules, NAMES))
+    makers = {_LOAD_OPTIMIZER: _load_optimizer, _ASKS: _with_ours, **dict.fromkeys(_OF_MODELS, _without_compiled)}
+    for module in modules:
+        for name, make in makers.items():
+            if name in vars(module) and not hasattr(vars(module)[name], "__wrapped__"):
+                _replace(module, name, make)
+
+
 def _repair_trainer() -> None:
     """Replace methods of the ``Trainer``, if it is loaded, that do not expect the wrapper."""
     trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if trainer is None or any(owner is trainer for owner, _, _ in _replaced):
         return
+    _replace_functions()  # what has been loaded since `enable`
     for name, make in (("get_decay_parameter_names", _clean_names), ("train", _train)):
         if hasattr(trainer, name):
             _replace(trainer, name, make)
@@ -185,6 +191,8 @@ def _post_init_on_cpu(original: Any) -> Any:
 def _prepare(original: Any) -> Any:
     """``Accelerator.prepare`` that gives optimizers made before it the parameters that the wrapper registers."""
 
+    original = _with_ours(original)
+
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.distributed_type is not DistributedType.FSDP or self.is_fsdp2:
             return original(self, *args, **kwargs)
@@ -218,22 +226,35 @@ def _prepare(original: Any) -> Any:
     return prepare
 
 
-def _name_for_packages(_original: Any) -> Any:
+def _name_of_class(_original: Any) -> Any:
     """``_get_name`` of sharded modules, by which the ``Trainer`` knows whether to shift labels: that of their class."""
 
     def name(self: Any) -> str:
-        reader = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-        return self._fairshard_class.__name__ if reader in PACKAGES else str(super(FSDPModule, self)._get_name())
+        own = str(super(FSDPModule, self)._get_name())
+        return str(self._fairshard_class.__name__) if own == type(self).__name__ else own  # a class may choose another
 
     return name
 
 
+def _with_ours(original: Any) -> Any:
+    """``original``, in which ``torch.distributed.fsdp`` has fairshard's names."""
+
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with swapped(NAMES):
+            return original(*args, **kwargs)
+
+    return call
+
+
 def _without_compiled(original: Any) -> Any:
-    """``original``, given the wrapper in place of a compiled model around it.
+    """`_with_ours`, given the wrapper in place of a compiled model around it.
 
     accelerate takes the wrapper out of the compiled model, which then has no parameters, and saves the compiled model's
     names.
     """
+
+    original = _with_ours(original)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return original(*map(_uncompiled, args), **{name: _uncompiled(value) for name, value in kwargs.items()})
@@ -250,6 +271,7 @@ def _load_optimizer(original: Any) -> Any:
     """``load_fsdp_optimizer`` that also loads a sharded state into a new optimizer, for which accelerate reads none."""
 
     signature = inspect.signature(original)
+    original = _with_ours(original)
 
     def load(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from fairshard.integrations.torch_names import reading, require
+from fairshard.integrations.torch_names import require, swapped
 from fairshard.nn import FullyShardedDataParallel
 
 __all__ = ["FairshardPrecision", "FairshardStrategy"]
@@ -147,5 +147,5 @@ class _Keeper:
 
 
 def _ours() -> AbstractContextManager[None]:
-    """Inside, code of Lightning takes fairshard's wrapper from ``torch.distributed.fsdp``."""
-    return reading(("lightning",), {"FullyShardedDataParallel": FullyShardedDataParallel})
+    """Inside, Lightning's methods take fairshard's wrapper from ``torch.distributed.fsdp``."""
+    return swapped({"FullyShardedDataParallel": FullyShardedDataParallel})

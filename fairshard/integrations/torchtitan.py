@@ -5,28 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fairshard.integrations.torch_names import redirect, require, restore
+from fairshard.integrations.torch_names import Replaced, loaded, put_back, require, swap, torchs_modules
 from fairshard.nn import fully_shard
 
 __all__ = ["disable", "enable", "enabled"]
 
 require("torchtitan", at_least="0.3")
 
-PACKAGES = ("torchtitan",)
+_replaced: Replaced = []
 
 
 def enable() -> None:
     """Make torchtitan shard models with fairshard's `fully_shard`.
 
-    Call it before the trainer is built; torchtitan may have been imported before. Only code of torchtitan is affected:
-    models that you keep outside that package import ``fully_shard`` from ``fairshard.nn``.
+    Call it before the trainer is built; torchtitan may have been imported before. Until `disable`, other code that
+    imports ``fully_shard`` from ``torch.distributed.fsdp`` gets fairshard's too. A second call does nothing.
     """
-    redirect(PACKAGES, {"fully_shard": fully_shard})
+    if not _replaced:
+        _replaced.extend(swap([*loaded(["torchtitan"]), *torchs_modules()], {"fully_shard": fully_shard}))
 
 
 def disable() -> None:
-    """Undo `enable`; models that are already sharded stay so."""
-    restore(PACKAGES)
+    """Undo `enable`; models that are already sharded stay so, and modules imported meanwhile keep what they have."""
+    put_back(_replaced)
 
 
 @contextmanager

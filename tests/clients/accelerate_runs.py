@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import tempfile
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,18 +24,14 @@ NORM = {"rtol": 1e-6, "why": "the norm is added in another order"}
 def engine_chosen(engine):
     """accelerate on ``engine``, with CPU ranks allowed on both, and its global state new."""
     from fairshard.integrations import accelerate as integration
-    from fairshard.integrations.torch_names import redirect, restore
 
-    integration.enable()
-    if engine == "torch":
-        restore(integration.PACKAGES)  # leaves what lets CPU ranks have an FSDP plugin
-        redirect(integration.PACKAGES, {"FullyShardedDataParallel": _torchs_on_cpu()})
-    integration.AcceleratorState._reset_state(True)
-    try:
-        yield
-    finally:
-        integration.disable()
+    names = {"FullyShardedDataParallel": _torchs_on_cpu()} if engine == "torch" else dict(integration.NAMES)
+    with mock.patch.dict(integration.NAMES, names, clear=True), integration.enabled():  # lets CPU ranks have a plugin
         integration.AcceleratorState._reset_state(True)
+        try:
+            yield
+        finally:
+            integration.AcceleratorState._reset_state(True)
 
 
 def _torchs_on_cpu():

@@ -1,4 +1,4 @@
-"""Names of torch.distributed.fsdp that a package reads as fairshard's: only that package does, and it can be undone."""
+"""Names of torch.distributed.fsdp in whose place fairshard's are for a time."""
 
 import sys
 import types
@@ -6,9 +6,8 @@ import types
 import pytest
 import torch.distributed.fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
-from torch.distributed.fsdp import fully_sharded_data_parallel as where_it_is
 
-from fairshard.integrations.torch_names import reading, redirect, require, restore
+from fairshard.integrations.torch_names import loaded, put_back, require, swap, swapped
 from fairshard.nn import FullyShardedDataParallel, fully_shard
 
 SOURCE = """
@@ -31,68 +30,43 @@ def package(monkeypatch):
     module = types.ModuleType("some_client.training")
     exec(SOURCE, vars(module))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    yield module
-    restore(["some_client"])
+    return module
 
 
-def test_a_redirected_package_reads_fairshards(package):
-    """Imports inside functions, attributes, and names imported before: all are fairshard's."""
-    redirect(["some_client"], NAMES)
-    assert package.imported() is FullyShardedDataParallel
-    assert package.read() is FullyShardedDataParallel
-    assert package.fully_shard is fully_shard
-
-
-def test_others_read_torchs(package):
-    """This file, and torch's own code, still read torch's objects."""
-    redirect(["some_client"], NAMES)
-    from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as now
-
-    assert now is Theirs
-    assert torch.distributed.fsdp.FullyShardedDataParallel is Theirs
-    assert vars(where_it_is)["FullyShardedDataParallel"] is Theirs
-    assert torch.distributed.fsdp.fully_shard is not fully_shard
-
-
-def test_restore_undoes_redirect(package):
-    """After `restore` the package reads torch's objects, also under names imported before."""
-    redirect(["some_client"], NAMES)
-    restore(["some_client"])
-    assert package.imported() is Theirs
-    assert package.read() is Theirs
-    assert package.fully_shard is torch.distributed.fsdp.fully_shard
-
-
-def test_restoring_one_package_leaves_another(package, monkeypatch):
-    """Two packages are redirected; undoing one does not touch the other."""
-    redirect(["some_client"], NAMES)
-    redirect(["some_other"], NAMES)
-    restore(["some_other"])
-    assert package.imported() is FullyShardedDataParallel
-
-
-def test_reading_ends_with_its_block(package):
-    """Inside `reading` the package reads fairshard's, after it what it read before, also if the block raises."""
+def test_inside_swapped_imports_are_fairshards(package):
+    """Imports inside functions and attributes are fairshard's, and after the block torch's, also if it raises."""
 
     def use_and_raise():
-        with reading(["some_client"], NAMES):
+        with swapped(NAMES):
             assert package.imported() is FullyShardedDataParallel
+            assert package.read() is FullyShardedDataParallel
             raise KeyError
 
     with pytest.raises(KeyError):
         use_and_raise()
     assert package.imported() is Theirs
-    redirect(["some_client"], {"FullyShardedDataParallel": str})
-    with reading(["some_client"], NAMES):
-        assert package.imported() is FullyShardedDataParallel
-    assert package.imported() is str
+    assert package.read() is Theirs
 
 
-def test_a_missing_name_is_missing_as_before(package):
-    """The error of an attribute that torch does not have names the module and the attribute."""
-    redirect(["some_client"], NAMES)
-    with pytest.raises(AttributeError, match=r"'torch\.distributed\.fsdp' has no attribute 'not_there'"):
-        torch.distributed.fsdp.not_there  # noqa: B018
+def test_torchs_state_dict_functions_keep_torchs_class():
+    """What torch imports by itself is torch's: `torch.distributed.checkpoint` was loaded before."""
+    with swapped(NAMES):
+        from torch.distributed.checkpoint import state_dict
+
+        assert state_dict.FSDP is Theirs
+
+
+def test_names_that_a_loaded_module_has_imported_are_swapped_and_put_back(package):
+    """Only modules of the package are changed, and only names that stand for torch's objects."""
+    (module,) = loaded(["some_client"])
+    assert module is package
+    replaced = swap([module], NAMES)
+    assert package.fully_shard is fully_shard
+    assert package.imported() is Theirs
+    assert [name for _, name, _ in replaced] == ["fully_shard"]
+    put_back(replaced)
+    assert package.fully_shard is torch.distributed.fsdp.fully_shard
+    assert not replaced
 
 
 @pytest.mark.parametrize("name", ["accelerate", "lightning", "torchtitan"])
