@@ -9,7 +9,6 @@ from torch import nn
 
 from fairshard.cli.gpt import GPT, Block, GPTConfig
 from fairshard.cli.main import main
-from fairshard.cli.options import TrainOptions
 from fairshard.nn import Owned, RowBlocks, ShardingStrategy
 from fairshard.nn.wrap import ModuleWrapPolicy, describe, size_based_auto_wrap_policy
 from fairshard.utils.size_text import size_text

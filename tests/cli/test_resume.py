@@ -186,8 +186,7 @@ def unbroken(tmp_path_factory):
     return of_run, _losses(folder / "run")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("signalled", ["first", "last"])
+@pytest.mark.parametrize("signalled", [pytest.param("first", marks=pytest.mark.full), "last"])
 def test_a_rank_that_dies_is_started_again(tmp_path, unbroken, signalled):
     """With ``--max-restarts`` a run resumes its newest checkpoint by itself, and ends as an unbroken run does."""
     of_run, expected = unbroken
