@@ -118,6 +118,8 @@ def plan_data(options: TrainOptions) -> DataPlan:
     Raises:
         OptionError: there is no text, a file is in another format, or a side is shorter than a window.
     """
+    if options.tokens is None and options.out is not None and (options.out / _DONE).exists():
+        return DataPlan(f"the text in {options.out}", (), (), True)  # a run keeps its text
     seed, root = options.seed, options.data or Path(sysconfig.get_paths()["stdlib"])
     if options.tokens is not None:
         if len(set(options.tokens)) < len(options.tokens):

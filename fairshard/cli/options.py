@@ -263,9 +263,11 @@ class TrainOptions:
         return {name: value for name, value in values.items() if value != getattr(TrainOptions, name)}
 
     def line(self) -> list[str]:
-        """The flags of a command line that gives these options."""
+        """The flags of a command line that gives these options, also those that are the default."""
         words: list[str] = []
-        for name, value in self.given().items():
+        for name, value in ((each.name, getattr(self, each.name)) for each in fields(self)):
+            if value is None:
+                continue
             if isinstance(value, bool):
                 words.append(flag(name) if value else flag(f"no_{name}"))
             elif isinstance(value, tuple):

@@ -13,7 +13,8 @@ from torch import nn
 from fairshard.cli.checkpoints import size_argument
 from fairshard.cli.model import planned_task, policy_of
 from fairshard.cli.options import COMPUTE_DTYPES, OptionError, TrainOptions, add_flags, refused
-from fairshard.extras.planning.describe import OPTIMIZERS, describe
+from fairshard.extras.planning.describe import describe
+from fairshard.extras.planning.peak import OPTIMIZERS
 from fairshard.nn import Owned, RowBlocks, ShardingStrategy
 
 _SETTINGS = ("reshard_after_forward", "cpu_offload", "move_grads_to_cpu", "bucket_cap_mb")

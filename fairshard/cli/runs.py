@@ -77,7 +77,8 @@ def check_new(out: Path) -> None:
     Raises:
         OptionError: there is one.
     """
-    found = [name for name in (METRICS, PICTURE, CHECKPOINTS) if os.path.exists(out / name)]
+    paths = (out / METRICS, out / PICTURE, out / CHECKPOINTS / "latest")  # a start that failed leaves none of them
+    found = [path.name for path in paths if path.is_file() and path.stat().st_size]
     if found and not os.path.exists(out / CONFIG):
         raise OptionError(f"--out {out} holds a run without its {CONFIG} ({', '.join(found)}). Pass a new folder.")
 

@@ -51,7 +51,8 @@ def train_rank(ranks: Ranks, arguments: argparse.Namespace) -> NoReturn:
         raise OptionError(
             "--nproc and --max-restarts are for fairshard train: torchrun, which launches ranks, has both."
         )
-    if options.resume_from is not None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0:
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+    if options.resume_from is not None and restarts:
         raise OptionError(
             "torchrun --max-restarts continues from the newest checkpoint, which with --resume-from may belong to the "
             "dropped steps. Leave one of them out."
@@ -76,7 +77,7 @@ def train_rank(ranks: Ranks, arguments: argparse.Namespace) -> NoReturn:
         get_error_handler().record_exception(error)
         if not isinstance(error, (TrainingStopped, CheckpointError)):
             traceback.print_exc()
-        if note is None:
+        if note is None or restarts:
             print(f"fairshard train: error (rank {ranks.rank}): {error}", file=sys.stderr)
         # If a peer was killed, its death is the cause to report: give the launcher time to see it first.
         time.sleep(_NOTICE_S)

@@ -42,12 +42,12 @@ from fairshard.utils.lazy import lazy
 
 if TYPE_CHECKING:
     from fairshard.extras.planning.describe import describe
-    from fairshard.extras.planning.memory import OPTIMIZERS
+    from fairshard.extras.planning.peak import OPTIMIZERS
     from fairshard.extras.planning.wrap_plan import BucketRow, MemoryTerm, WrapPlan
 
 _PLANNING = "fairshard.extras.planning"
 _HOMES = {
-    "OPTIMIZERS": f"{_PLANNING}.memory",
+    "OPTIMIZERS": f"{_PLANNING}.peak",
     "BucketRow": f"{_PLANNING}.wrap_plan",
     "MemoryTerm": f"{_PLANNING}.wrap_plan",
     "WrapPlan": f"{_PLANNING}.wrap_plan",

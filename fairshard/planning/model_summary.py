@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -62,7 +61,7 @@ class UnitSummary:
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """The units of a sharded model on this rank, outermost first; printed, or shown in a notebook, a table of them."""
+    """The units of a sharded model on this rank, outermost first; printed, a table of them."""
 
     units: tuple[UnitSummary, ...]
 
@@ -78,12 +77,6 @@ class ModelSummary:
 
     def __str__(self) -> str:
         return "\n".join([*table(self._rows(), _SIDES), *([f"warning: {self.warning}"] if self.warning else [])])
-
-    def _repr_html_(self) -> str:
-        head, *body = self._rows()
-        rows = [_html_row(head, "th"), *(_html_row(cells, "td") for cells in body)]
-        note = f"<p>{html.escape(self.warning)}</p>" if self.warning else ""
-        return f"<table>{''.join(rows)}</table>{note}"
 
 
 def summary(model: nn.Module) -> ModelSummary:
@@ -154,9 +147,3 @@ def _joined(words: Iterable[str]) -> str:
 def _figures(rows: list[UnitRow]) -> tuple[str, ...]:
     sizes = zip(*((row.shard_nbytes, row.full_nbytes, row.grad_nbytes) for row in rows), strict=True)
     return (f"{sum(row.numel for row in rows):,}", *(f"{sum(size) / MB:,.2f}" for size in sizes))
-
-
-def _html_row(cells: tuple[str, ...], tag: str) -> str:
-    right = {index for index, side in enumerate(_SIDES) if side == ">"}
-    styles = [' style="text-align: right"' if index in right else "" for index in range(len(cells))]
-    return f"<tr>{''.join(f'<{tag}{s}>{html.escape(c)}</{tag}>' for c, s in zip(cells, styles, strict=True))}</tr>"

@@ -13,7 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fairshard.params.slot import ParamSlot
 from fairshard.planning.choice import Chooser, ModuleTree
-from fairshard.planning.padding import PaddingRow
 from fairshard.planning.policies import wrapper_config
 from fairshard.planning.summary import FlatSizes, UnitRow, unit_lines, unit_row
 from fairshard.settings.config import Options, UnitConfig
@@ -46,26 +45,23 @@ class PlannedUnit:
     slots: list[list[ParamSlot]] = field(default_factory=list)
     steps: list[nn.Parameter | PlannedUnit] = field(default_factory=list)
     layouts: dict[int, RaggedLayout] = field(default_factory=dict)
-    padding: PaddingRow | None = None
     rank: int = 0  # whose shards the sizes are of
 
     def place(self, placement: PlacementFn, world_size: int, loads: list[int]) -> None:
         """Lay the parameters that ``placement`` places out by blocks, or by owners, on ``world_size`` ranks.
 
         ``loads``: what each rank owns of the units that are sharded before, in bytes; updated. ``layouts`` then has the
-        layouts of flat params of such parameters, by their index, and ``padding`` is set.
+        layouts of flat params of such parameters, by their index.
         """
         if self.config.sharding_strategy is ShardingStrategy.NO_SHARD:
             world_size = 1
-        groups, self.slots, plans = self.slots, [], []
+        groups, self.slots = self.slots, []
         for group in groups:
             found = SlotLines.placed(group, placement, world_size, lambda: loads)
-            plans += [] if found.plan is None else [found.plan]
             for line in found.lines:
                 if line.layout is not None:
                     self.layouts[len(self.slots)] = line.layout
                 self.slots.append(line.slots)
-        self.padding = PaddingRow.of(self.fqn, plans) if plans else None
 
     def flat_sizes(self, world_size: int) -> list[FlatSizes]:
         """Sizes of its flat params when sharded over ``world_size`` ranks (not sharded with NO_SHARD)."""

@@ -7,5 +7,5 @@ def make_bad_places(folder):
     (folder / "emptydir").mkdir()
     (folder / "zeros.bin").write_bytes(bytes(100))
     (folder / "run").mkdir()
-    (folder / "run" / "metrics.jsonl").touch()
+    (folder / "run" / "metrics.jsonl").write_text("{}\n")
     return folder

@@ -142,6 +142,16 @@ def test_windows_are_the_tokens_from_their_starts(context):
         assert bytes(row.astype(np.uint8)) == bytes(text[start : start + context + 1])
 
 
+def test_a_run_keeps_its_text(tmp_path):
+    """Where the run has its text, that of ``--data`` may be gone."""
+    (tmp_path / "text").write_text(WORDS * 100)
+    (tmp_path / "run").mkdir()
+    options = TrainOptions(data=tmp_path / "text", out=tmp_path / "run", context=8)
+    kept = everything(read_data(plan_data(options), tmp_path / "run", 0, 8, None).train)
+    (tmp_path / "text").unlink()
+    assert everything(read_data(plan_data(options), tmp_path / "run", 0, 8, None).train) == kept
+
+
 def test_a_context_may_use_all_of_a_side_and_no_more(tmp_path):
     """A side of ``n`` bytes serves a context of ``n - 1``, because a window holds one more byte; ``n`` is refused."""
     path = tmp_path / "one.txt"

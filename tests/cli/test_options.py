@@ -170,9 +170,10 @@ def test_good_input_starts_the_ranks_with_the_options_of_the_command_line(launch
     assert (
         main(["train", "--nproc", "3", "--batch-size", "9", "--data", str(places / "short.txt"), "--context", "8"]) == 0
     )
-    ((*module, data, context, batch_size),) = launched
+    ((*module, _), *_) = [line[:3] for line in launched]
     assert module == ["-m", "fairshard.cli.train"]
-    assert [data, context, batch_size] == [f"--data={places}/short.txt", "--context=8", "--batch-size=9"]
+    assert {f"--data={places}/short.txt", "--context=8", "--batch-size=9"} <= set(launched[0])
+    assert not any(word.startswith("--nproc") for word in launched[0])
 
 
 def test_a_command_line_gives_its_options(places):
@@ -183,7 +184,7 @@ def test_a_command_line_gives_its_options(places):
     options.add_flags(parser)
     assert TrainOptions.of(vars(parser.parse_args(given.line()))) == given
     assert TrainOptions.of(json.loads(json.dumps(asdict(given), default=str))) == given
-    assert TrainOptions().line() == []
+    assert TrainOptions.of(vars(parser.parse_args(TrainOptions().line()))) == TrainOptions()
 
 
 @pytest.mark.parametrize(

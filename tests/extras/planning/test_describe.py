@@ -117,7 +117,7 @@ def full(*values):
     ],
 )
 def test_the_predicted_peak_is_what_is_measured(policy, optimizer, frozen, kwargs):
-    """The predicted peak is within 5 % of the measured one, from the second step on; hybrid runs have two replicas."""
+    """The predicted peak is within 10 % of the measured one, from the second step on; hybrid runs have two replicas."""
     world_size, hybrid = dist.get_world_size(), {}
     if getattr(kwargs.get("sharding_strategy"), "is_hybrid", False):
         world_size //= 2
@@ -130,7 +130,7 @@ def test_the_predicted_peak_is_what_is_measured(policy, optimizer, frozen, kwarg
         train(model, steps, 1)
     how = {"optimizer": optimizer, "device": "cpu", "num_replicas": 2 if hybrid else None}
     plan = describe(gpt("meta", frozen), policy, world_size, **how, **kwargs)
-    assert plan.peak_nbytes == pytest.approx(peak_of(prof, since), rel=0.05), str(plan)
+    assert plan.peak_nbytes == pytest.approx(peak_of(prof, since), rel=0.1), str(plan)
 
 
 @pytest.mark.parametrize(
