@@ -9,7 +9,7 @@
 #   make test-sim                 the tests of ranks on the simulated accelerator of tests/sim, in three orders of its work
 #   make kill                     kill -9 a training run 1,000 times, in saves, copies and between; ARGS="--kills 99"
 #   make drill                    let ranks die, part ways and run dry, 20 times each; ARGS="--times 3"
-#   make soak                     5,000 steps with saves, copies and a resume, watched for leaks; ARGS="--steps 1000"
+#   make soak                     5,000 steps with saves and a resume, watched for leaks; ARGS="--steps 1000"
 #   make check                    ruff, mypy, the architecture test, the docs with warnings as errors
 #   make docs                     docs/_build/html/index.html
 #   make screenshots              the pages of `make docs` in a browser, wide and narrow, light and dark; needs chromium

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
@@ -43,48 +43,43 @@ def on_all_ranks(group: ProcessGroup | None, fn: Callable[[], T]) -> list[T]:
         CheckpointError, TypeError, ValueError: on every rank, the error of the lowest rank that raised.
         CollectiveFailedError: a rank has ended, is stopped, or does something else.
     """
-    found = _Outcome[T]()
-    every = found.of(fn, group, lambda: (found.value, found.failure))
+    value, error = None, None
+    with _Busy(group) as busy:
+        try:
+            value = fn()
+        except Exception as raised:  # any error must reach the other ranks
+            error = raised
+    if busy.failure is not None:
+        raise busy.failure
+    failed = None if error is None else (type(error).__name__, described(error))
+    every: list[Any] = [_BUSY]
+    while _BUSY in every:
+        every = _gathered((value, failed), group)
     for rank, (_, failed) in enumerate(every):
         if failed is not None:
             name, text = failed
             where = f" (rank {rank} of {len(every)})" if len(every) > 1 else ""
-            raise _KINDS.get(name, CheckpointError)(f"{text.rstrip('.')}{where}.") from found.error
+            raise _KINDS.get(name, CheckpointError)(f"{text.rstrip('.')}{where}.") from error
     return [value for value, _ in every]
 
 
 def done_on_all_ranks(group: ProcessGroup | None, fn: Callable[[], T]) -> T:
-    """Call ``fn`` like `on_all_ranks`, but return this rank's result or raise its error, once all are done.
+    """Call ``fn`` like `on_all_ranks`, but return this rank's result. **Collective.**
 
-    **Collective.** For functions that torch.distributed.checkpoint calls and whose errors it distributes.
+    Raises:
+        CheckpointError: on every rank, the error of the lowest rank that raised.
+        CollectiveFailedError: a rank has ended, is stopped, or does something else.
     """
-    found = _Outcome[T]()
-    found.of(fn, group, lambda: None)
-    if found.error is not None:
-        raise found.error
-    return found.value  # type: ignore[return-value]
+    own: list[T] = []
 
+    def keep() -> None:
+        try:
+            own.append(fn())
+        except Exception as error:  # of any kind, such as those of damaged files
+            raise CheckpointError(described(error)) from error
 
-class _Outcome(Generic[T]):
-    """The result of a function, or the exception that it raised."""
-
-    value: T | None = None
-    error: Exception | None = None
-    failure: tuple[str, str] | None = None  # kind and text of the error
-
-    def of(self, fn: Callable[[], T], group: ProcessGroup | None, answer: Callable[[], Any]) -> list[Any]:
-        """Call ``fn``; returns the ``answer`` of each rank once all are done. **Collective.**"""
-        with _Busy(group) as busy:
-            try:
-                self.value = fn()
-            except Exception as error:  # any error must reach the other ranks
-                self.error, self.failure = error, (type(error).__name__, described(error))
-        if busy.failure is not None:
-            raise busy.failure
-        every: list[Any] = [_BUSY]
-        while _BUSY in every:
-            every = _gathered(answer(), group)
-        return every
+    on_all_ranks(group, keep)
+    return own[0]
 
 
 def _gathered(value: Any, group: ProcessGroup | None) -> list[Any]:
@@ -184,7 +179,7 @@ def rank_in(group: ProcessGroup | None) -> int:
 def failure_of(error: CheckpointException, group: ProcessGroup | None) -> FairshardError:
     """The error to raise for ``error`` of torch.distributed.checkpoint over ``group``."""
     own = error.failures.get(rank_in(group), (None,))[0]
-    return own if isinstance(own, CollectiveFailedError) else CheckpointError(described(error))
+    return own if isinstance(own, FairshardError) else CheckpointError(described(error))
 
 
 def described(error: BaseException) -> str:

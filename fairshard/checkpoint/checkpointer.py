@@ -31,7 +31,7 @@ _log = logging.getLogger("fairshard")
 
 _NO_COPIES = (
     "It was removed in fairshard 0.7: save more often with a second Checkpointer, whose root is a folder in memory, "
-    'such as Checkpointer("/dev/shm/run", every=5, keep_last=1), and load from that one first.'
+    'such as Checkpointer("/dev/shm/run", every=5, keep_last=1), and load the newer of the two.'
 )
 
 

@@ -26,9 +26,9 @@ from fairshard.checkpoint.contents import (
     nbytes_by_file,
     whole_entry,
 )
-from fairshard.checkpoint.manifest import Manifest, read_manifest, verify_file
+from fairshard.checkpoint.manifest import Manifest, read_manifest
 from fairshard.checkpoint.output import NewOutput, mapped_like
-from fairshard.checkpoint.reader import METADATA, CheckpointReader, SafePlanner, first_line
+from fairshard.checkpoint.reader import CheckpointReader, SafePlanner, first_line
 from fairshard.checkpoint.storage import storage_of
 from fairshard.errors import CheckpointError
 
@@ -120,8 +120,6 @@ class _Weights:
         folder = checkpoint_folder(checkpoint)
         storage = storage_of(folder)
         manifest = read_manifest(storage, folder)
-        if manifest is not None and METADATA in manifest.files:
-            verify_file(storage, folder, METADATA, manifest.files[METADATA])
         self._reader = CheckpointReader(folder)
         self._reader.manifest = manifest
         self._metadata = self._reader.read_metadata()

@@ -18,7 +18,7 @@ from fairshard.checkpoint.manifest import FileEntry, Manifest, crc_of
 from fairshard.checkpoint.objects import read_object_file
 from fairshard.checkpoint.output import NewOutput, mapped_like
 from fairshard.checkpoint.reader import first_line
-from fairshard.checkpoint.storage import MANIFEST, LocalStorage
+from fairshard.checkpoint.storage import MANIFEST, Storage
 from fairshard.checkpoint.writer import MarkedWriter
 from fairshard.errors import CheckpointError
 from fairshard.state.fairscale_shards import Shard, in_order_of_ranks, parse, tied, whole_values
@@ -58,7 +58,7 @@ def _import(shards: Sequence[str | os.PathLike[str]], new: NewOutput) -> Manifes
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             _save_alone({"model": model}, MarkedWriter(new.work))
-        storage = LocalStorage()
+        storage = Storage()
         entries = {file.name: FileEntry(file.stat().st_size, crc_of(storage, str(file))) for file in new.work.iterdir()}
         manifest = Manifest(step=None, world_size=len(files), files=entries, aliases=aliases)
         storage.replace_text(str(new.work / MANIFEST), manifest.to_json())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,6 @@ from fairshard.checkpoint.manifest import read_manifest, verify_file
 from fairshard.checkpoint.reader import METADATA, CheckpointReader, SafePlanner, first_line
 from fairshard.checkpoint.storage import MANIFEST, full_path, storage_of
 from fairshard.checkpoint.targets import ModelTarget, OptimizerTarget
-from fairshard.checkpoint.unchanged import unchanged_on_error
 from fairshard.errors import CheckpointError
 from fairshard.settings.state_dicts import StateDictType
 from fairshard.state.forms import state_dict_type
@@ -171,7 +171,6 @@ class RankReader(CheckpointReader):
 
     def __init__(self, path: str, group: ProcessGroup | None) -> None:
         super().__init__(path)
-        self._path = path
         self._group = group
 
     def check_files(self, trust: Trust) -> None:
@@ -180,13 +179,13 @@ class RankReader(CheckpointReader):
         Raises:
             CheckpointError: a file is missing or damaged, or nothing vouches for it.
         """
-        storage = storage_of(self._path)
-        self.manifest = read_manifest(storage, self._path)
+        storage = storage_of(self.folder)
+        self.manifest = read_manifest(storage, self.folder)
         rank, num_ranks = rank_in(self._group), 1 if self._group is None else self._group.size()
         files = {} if self.manifest is None else self.manifest.files
         for name in sorted(files, key=_in_order_of_ranks)[rank::num_ranks]:
-            verify_file(storage, self._path, name, files[name])
-        trust.check(self, self._path, rank)
+            verify_file(storage, self.folder, name, files[name])
+        trust.check(self, self.folder, rank)
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         """Read, and wait until the other ranks have."""
@@ -335,7 +334,7 @@ class Loading:
         """Apply the values read to all objects; returns the step."""
         training = self._training
         others = [other for other in (training.scheduler, training.scaler) if other is not None]
-        with unchanged_on_error(training.optimizer, others):
+        with _unchanged_on_error(training.optimizer, others):
             on_all_ranks(self._group, self._load_states)  # before the weights, because only these may refuse
             _unfold(training.model)
             with state_dict_type(training.model, StateDictType.SHARDED_STATE_DICT):
@@ -376,3 +375,21 @@ class Loading:
                 "not restored, and `extra` comes from rank 0.",
                 stacklevel=level_of_user(),
             )
+
+
+@contextlib.contextmanager
+def _unchanged_on_error(optimizer: Optimizer | None, others: Sequence[Stateful]) -> Iterator[None]:
+    """If the ``with`` block raises, put back the state of all that it has loaded state into.
+
+    torch's optimizers replace their state and groups in a load, and do not write into them.
+    """
+    kept = None if optimizer is None else (optimizer.state, optimizer.param_groups)
+    states = [other.state_dict() for other in others]
+    try:
+        yield
+    except BaseException:
+        if optimizer is not None and kept is not None:
+            optimizer.state, optimizer.param_groups = kept
+        for other, state in zip(others, states, strict=True):
+            other.load_state_dict(state)
+        raise

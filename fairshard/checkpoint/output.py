@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fairshard.checkpoint.reader import first_line
-from fairshard.checkpoint.storage import LocalStorage
+from fairshard.checkpoint.storage import Storage
 from fairshard.errors import CheckpointError
 
 _ALIGNMENT = 64
@@ -32,7 +32,7 @@ class NewOutput:
     def __init__(self, out: str | os.PathLike[str]) -> None:
         self.out = Path(out)
         self.work = self.out.parent / f"{self.out.name}.tmp-{os.getpid()}"
-        self._storage = LocalStorage()
+        self._storage = Storage()
         self._check()
 
     def publish(self, name: str | None = None) -> None:

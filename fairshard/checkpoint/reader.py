@@ -7,21 +7,18 @@ run code in every rank (measured with torch 2.13). Here both are read as data fi
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import warnings
 import zlib
-from collections.abc import Iterator
 from itertools import groupby
 from math import prod
 from typing import IO, Any
 
 from torch import Tensor
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.futures import Future
@@ -29,7 +26,7 @@ from torch.futures import Future
 from fairshard.checkpoint.manifest import Manifest, check_crc
 from fairshard.checkpoint.metadata import is_marked, read_metadata
 from fairshard.checkpoint.objects import Room, read_object
-from fairshard.checkpoint.storage import MANIFEST, Storage, is_remote, open_regular, read_at_most, storage_of
+from fairshard.checkpoint.storage import MANIFEST, read_at_most, storage_of
 from fairshard.errors import CheckpointError
 from fairshard.utils.user_line import level_of_user
 
@@ -48,15 +45,10 @@ class CheckpointReader(FileSystemReader):
     """
 
     def __init__(self, path: str, max_metadata_nbytes: int = MAX_METADATA_NBYTES) -> None:
-        self._storage = storage_of(path)  # first: it says which package a protocol needs
-        super().__init__(path if not is_remote(path) else ".")
-        if is_remote(path):
-            self.fs: Any = _RemoteFiles(self._storage)
-            self.path = self.fs.init_path(path)
-        else:
-            self.fs = _RegularFiles()
+        super().__init__(path)
+        self._storage = storage_of(path)  # which opens files in place of torch's class
         self.manifest: Manifest | None = None
-        self._folder = path
+        self.folder = path
         self._room = Room()
         self._max_metadata_nbytes = max_metadata_nbytes
         self._known: Metadata | None = None
@@ -68,12 +60,11 @@ class CheckpointReader(FileSystemReader):
             CheckpointError: the file is missing or damaged, or is not metadata.
         """
         if self._known is None:
-            place = self.fs.concat_path(self.path, METADATA)  # torch 2.6 takes no str here
-            path = str(place)
-            if not self.fs.exists(place):
+            path = self._storage.join(self.folder, METADATA)
+            if not self._storage.exists(path):
                 raise CheckpointError(f"A checkpoint must have a {METADATA}, but there is no {path}.")
             try:
-                with self.fs.create_stream(place, "rb") as file:
+                with self._storage.open(path, "rb") as file:
                     data = read_at_most(file, self._max_metadata_nbytes)
                 vouched = None if self.manifest is None else self.manifest.files.get(METADATA)
                 if vouched is not None:
@@ -102,18 +93,18 @@ class CheckpointReader(FileSystemReader):
         if self.manifest is None:
             if is_marked(known) and not allow_unverified:
                 raise CheckpointError(
-                    f"{self._folder} must have the {MANIFEST} that it was saved with, but it is missing, so nothing "
+                    f"{self.folder} must have the {MANIFEST} that it was saved with, but it is missing, so nothing "
                     "shows whether the files are whole. Use another checkpoint; to read this one unchecked, pass "
                     "allow_unverified=True."
                 )
             if warns:
-                text = f"{self._folder} has no {MANIFEST}: its files are not compared with checksums."
+                text = f"{self.folder} has no {MANIFEST}: its files are not compared with checksums."
                 warnings.warn(text, stacklevel=level_of_user())
             return
         unknown = {place.relative_path for place in known.storage_data.values()} - self.manifest.files.keys()
         if unknown:
             raise CheckpointError(
-                f"The manifest must list all files, but {self._folder}/{MANIFEST} does not list {min(unknown)}: it "
+                f"The manifest must list all files, but {self.folder}/{MANIFEST} does not list {min(unknown)}: it "
                 "belongs to another checkpoint. Use another checkpoint."
             )
 
@@ -128,14 +119,14 @@ class CheckpointReader(FileSystemReader):
             place = self.storage_data.get(item.storage_index)
             if place is None:
                 raise CheckpointError(
-                    f"{self.fs.concat_path(self.path, METADATA)} must say where all of `{item.storage_index.fqn}` is, "
-                    "but does not. It is damaged. Use another checkpoint."
+                    f"{self.folder}/{METADATA} must say where all of `{item.storage_index.fqn}` is, but does not. "
+                    "It is damaged. Use another checkpoint."
                 )
             by_file.setdefault(place.relative_path, []).append(item)
         for name, items in by_file.items():
-            path = str(self.fs.concat_path(self.path, name))
+            path = self._storage.join(self.folder, name)
             try:
-                with self.fs.create_stream(path, "rb") as stream:
+                with self._storage.open(path, "rb") as stream:
                     for _, parts in groupby(sorted(items, key=self._begin_of), self._begin_of):
                         self._read(path, list(parts), stream, planner)
             except OSError as error:
@@ -154,7 +145,8 @@ class CheckpointReader(FileSystemReader):
         name = parts[0].storage_index.fqn
         try:
             if parts[0].type is LoadItemType.BYTE_IO:
-                planner.load_object(parts[0], read_object(*self._opened(parts[0], stream), Room()))
+                file, nbytes = self._opened(parts[0], stream)
+                planner.load_bytes(parts[0], io.BytesIO(file.read(nbytes)))
                 return
             found = read_object(*self._opened(parts[0], stream), self._room)
             if not isinstance(found, Tensor):
@@ -192,35 +184,16 @@ class CheckpointReader(FileSystemReader):
         return io.BytesIO(plain), len(plain)
 
 
-class _RegularFiles(FileSystem):
-    """torch's local file system, except that it opens nothing that could block or never end."""
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Open a file to read it."""
-        with open_regular(path) as stream:
-            yield stream  # type: ignore[misc]
-
-
-class _RemoteFiles(FsspecFileSystem):
-    """torch's remote file system, except that it opens files to read through ``storage``."""
-
-    def __init__(self, storage: Storage) -> None:
-        super().__init__()
-        self._storage = storage
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Open a file to read it."""
-        with self._storage.open(os.fspath(path), "rb") as stream:
-            yield stream  # type: ignore[misc]
-
-
 class SafePlanner(DefaultLoadPlanner):
-    """torch's planner, except that it takes objects, not their pickles."""
+    """torch's planner, except that it reads objects as data."""
 
-    def load_object(self, read_item: ReadItem, found: Any) -> None:
-        """Store an object, which was read as data, in the state dict."""
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Store an object in the state dict.
+
+        Raises:
+            UnpicklingError: the object holds anything but tensors, numbers, strings and containers of them.
+        """
+        found = read_object(value, len(value.getbuffer()), Room())
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], found)
         else:

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fairshard.checkpoint.storage import LocalStorage, open_regular
+from fairshard.checkpoint.storage import Storage, open_regular
 from fairshard.errors import CheckpointError
 
 NAME = ".lock"
@@ -203,7 +203,7 @@ class RunLock:
         )
 
     def _create(self) -> bool:
-        LocalStorage().make(self._folder)
+        Storage().make(self._folder)
         try:
             file = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:

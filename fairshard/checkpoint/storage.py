@@ -12,7 +12,6 @@ import functools
 import os
 import shutil
 import stat
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -28,48 +27,8 @@ TEMPORARY = ".tmp-"
 """Prefix of the names of unfinished files and folders."""
 
 
-class Storage(ABC):
-    """Interface of a storage: paths are strings, and writing a file creates its folder."""
-
-    @abstractmethod
-    def open(self, path: str, mode: str) -> contextlib.AbstractContextManager[IO[bytes]]:
-        """Open a file to read or write bytes."""
-
-    @abstractmethod
-    def names(self, folder: str) -> list[str]:
-        """Names in a folder, sorted; empty if the folder does not exist."""
-
-    @abstractmethod
-    def exists(self, path: str) -> bool:
-        """Whether ``path`` is a file or folder."""
-
-    @abstractmethod
-    def is_free(self, path: str) -> bool:
-        """Whether a folder can be published as ``path``: the path does not exist, or is an empty folder."""
-
-    @abstractmethod
-    def size(self, path: str) -> int:
-        """Bytes of a file."""
-
-    @abstractmethod
-    def make(self, folder: str) -> None:
-        """Create a folder and its parents."""
-
-    @abstractmethod
-    def publish(self, folder: str, name: str) -> None:
-        """Move ``folder`` with its contents to the final path ``name``, durably."""
-
-    @abstractmethod
-    def discard(self, folder: str, aside: str) -> None:
-        """Remove a checkpoint; a partly removed one never looks whole. ``aside``: an unused path in the same folder."""
-
-    @abstractmethod
-    def replace_text(self, path: str, text: str) -> None:
-        """Replace a small file durably; a reader sees either the old text or the new."""
-
-    @abstractmethod
-    def remove(self, path: str) -> None:
-        """Remove a file, or a folder with its contents; does nothing if ``path`` is missing."""
+class Storage:
+    """Local and mounted folders; `RemoteStorage` does the same elsewhere. Writing a file creates its folder."""
 
     def read_text(self, path: str, max_nbytes: int = 4096) -> str:
         """Text of a small file.
@@ -90,16 +49,12 @@ class Storage(ABC):
         """The folder that contains ``path``."""
         return path.rstrip("/").rpartition("/")[0] or "."
 
-
-class LocalStorage(Storage):
-    """Local and mounted folders."""
-
     def open(self, path: str, mode: str) -> contextlib.AbstractContextManager[IO[bytes]]:
         """Open a file; to read it, it must be a regular one (`open_regular`)."""
         return open_regular(path) if mode == "rb" else Path(path).open(mode)
 
     def names(self, folder: str) -> list[str]:
-        """Names in a folder, sorted."""
+        """Names in a folder, sorted; empty if the folder does not exist."""
         with contextlib.suppress(FileNotFoundError):
             return sorted(os.listdir(folder))
         return []
@@ -109,7 +64,7 @@ class LocalStorage(Storage):
         return os.path.exists(path)
 
     def is_free(self, path: str) -> bool:
-        """Whether ``path`` does not exist, or is an empty folder."""
+        """Whether a folder can be published as ``path``: it does not exist, or is an empty folder."""
         return not os.path.lexists(path) or (os.path.isdir(path) and not os.listdir(path))
 
     def size(self, path: str) -> int:
@@ -127,19 +82,19 @@ class LocalStorage(Storage):
             _sync(self.parent(made))
 
     def publish(self, folder: str, name: str) -> None:
-        """Sync the folder, rename it, sync its parent."""
+        """Move ``folder`` to its final path ``name``, durably: sync it, rename it, sync its parent."""
         _sync(folder)
         os.rename(folder, name)
         _sync(self.parent(name))
 
     def discard(self, folder: str, aside: str) -> None:
-        """Rename to ``aside``, then remove."""
+        """Remove a checkpoint; a partly removed one never looks whole. ``aside``: an unused path in the same folder."""
         self.remove(aside)
         self.publish(folder, aside)
         self.remove(aside)
 
     def replace_text(self, path: str, text: str) -> None:
-        """Write a temporary file beside ``path``, sync it, rename it over ``path``."""
+        """Replace a small file durably, by a temporary one beside it: readers see either the old text or the new."""
         if os.path.islink(path) or os.path.isdir(path):
             raise OSError(errno.EEXIST, "it is a link or a folder, which fairshard did not make", path)
         folder, name = os.path.split(path)
@@ -157,7 +112,7 @@ class LocalStorage(Storage):
             raise OSError(error.errno, error.strerror, path) from error
 
     def remove(self, path: str) -> None:
-        """Remove a file or a folder."""
+        """Remove a file, or a folder with its contents; does nothing if ``path`` is missing."""
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -180,7 +135,7 @@ class RemoteStorage(Storage):
 
     @contextlib.contextmanager
     def open(self, path: str, mode: str) -> Iterator[IO[bytes]]:
-        """Open a file; a failed write leaves no file behind. ``file://`` is read as `LocalStorage` does."""
+        """Open a file; a failed write leaves no file behind. ``file://`` is read as `Storage` does."""
         is_local = mode == "rb" and isinstance(self._fs, LocalFileSystem)
         with open_regular(self._fs._strip_protocol(path)) if is_local else self._fs.open(path, mode) as file:
             yield file
@@ -280,7 +235,7 @@ def _kernel_devices() -> frozenset[int]:
 
 def storage_of(path: str | os.PathLike[str]) -> Storage:
     """The storage of ``path``."""
-    return RemoteStorage(os.fspath(path)) if is_remote(path) else LocalStorage()
+    return RemoteStorage(os.fspath(path)) if is_remote(path) else Storage()
 
 
 def full_path(path: str | os.PathLike[str]) -> str:

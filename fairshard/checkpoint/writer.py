@@ -14,10 +14,10 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -25,8 +25,9 @@ from torch.futures import Future
 from fairshard.checkpoint.agreement import done_on_all_ranks
 from fairshard.checkpoint.manifest import FileEntry
 from fairshard.checkpoint.metadata import MARK
+from fairshard.checkpoint.reader import METADATA
 from fairshard.checkpoint.snapshot import Snapshot
-from fairshard.checkpoint.storage import is_remote
+from fairshard.checkpoint.storage import is_remote, storage_of
 
 _BLOCK_NBYTES = 1 << 18  # a block is still in the core's cache when it is written after its checksum
 _MIN_WRITE_BACK_NBYTES = 1 << 24
@@ -47,15 +48,12 @@ class CheckpointWriter(MarkedWriter):
     """torch's writer for the ranks of ``group``; `files` has the files of this rank."""
 
     def __init__(self, folder: str, group: ProcessGroup | None) -> None:
-        super().__init__(folder if not is_remote(folder) else ".", sync_files=not is_remote(folder), overwrite=False)
+        super().__init__(folder)
+        self.path = folder  # as it is: torch takes a URL for a path
         self.files: dict[str, FileEntry] = {}
+        self._folder = folder
         self._group = group
         self._num_ranks = 1 if group is None else group.size()
-        if is_remote(folder):
-            self.fs = _checked(FsspecFileSystem)(self.files)
-            self.path = self.fs.init_path(folder)
-        else:
-            self.fs = _checked(FileSystem)(self.files)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Do not create the folder: it exists, and torch's method would create it after another rank removed it."""
@@ -82,10 +80,18 @@ class CheckpointWriter(MarkedWriter):
         done.set_result(done_on_all_ranks(self._group, lambda: self._write(plan, planner)))
         return done
 
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata, last, on rank 0."""
+        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # torch 2.6 has none
+        metadata.storage_data = {result.index: result.storage_data for own in results for result in own}
+        metadata.storage_meta = self.storage_meta()
+        with self._created(METADATA) as stream:
+            pickle.dump(metadata, stream)
+
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         name = f"{plan.storage_data.prefix}0.distcp"
         results = []
-        with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+        with self._created(name) as stream:
             for item in plan.items:
                 start = stream.tell()
                 data = planner.resolve_data(item)
@@ -95,9 +101,29 @@ class CheckpointWriter(MarkedWriter):
                     stream.write(data.getbuffer())
                 nbytes = stream.tell() - start
                 results.append(WriteResult(item.index, nbytes, _StorageInfo(name, start, nbytes)))
-            if self.sync_files:
-                os.fsync(stream.fileno())
         return results
+
+    @contextlib.contextmanager
+    def _created(self, name: str) -> Iterator[Any]:
+        """A new file of the folder, to write; at the end it is on the disk, and in `files`.
+
+        Raises:
+            OSError: it cannot be written, even if torch's own error only says that a write failed.
+        """
+        storage, is_local = storage_of(self._folder), not is_remote(self._folder)
+        path, stream = storage.join(self._folder, name), None
+        try:
+            with storage.open(path, "wb") as raw:
+                stream = _ChecksumStream(raw, is_local)
+                yield stream
+                if is_local:
+                    os.fsync(stream.fileno())
+        except Exception as error:
+            failure = (stream and stream.failure) or error
+            if not isinstance(failure, OSError):
+                raise
+            raise OSError(failure.errno, failure.strerror, path) from failure
+        self.files[name] = FileEntry(stream.nbytes, stream.crc32)
 
 
 class SnapshotPlanner(DefaultSavePlanner):
@@ -139,40 +165,6 @@ def _exact(tensor: Tensor) -> Tensor:
     start = tensor.storage_offset() * tensor.element_size()
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias.set_(storage[start : start + tensor.nbytes], 0, tensor.shape)  # type: ignore[call-overload, no-any-return]
-
-
-def _checked(base: type[Any]) -> Any:
-    """Subclass of torch's file system ``base`` that records the size and checksum of each file written."""
-
-    class CheckedFileSystem(base):  # type: ignore[misc]
-        def __init__(self, files: dict[str, FileEntry]) -> None:
-            super().__init__()
-            self._files = files
-
-        @contextlib.contextmanager
-        def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-            if "w" not in mode:
-                with super().create_stream(path, mode) as stream:
-                    yield stream
-                return
-            checked = None
-            try:
-                with super().create_stream(path, mode) as stream:
-                    checked = _ChecksumStream(stream, base is FileSystem)
-                    yield checked
-            except Exception as error:
-                failure = (checked and checked.failure) or error  # torch's error only says that a write failed
-                if not isinstance(failure, OSError):
-                    raise
-                raise OSError(failure.errno, failure.strerror, os.fspath(path)) from failure
-            self._files[_name(path)] = FileEntry(checked.nbytes, checked.crc32)
-
-        def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-            super().rename(path, new_path)
-            if _name(path) in self._files:
-                self._files[_name(new_path)] = self._files.pop(_name(path))
-
-    return CheckedFileSystem
 
 
 class _ChecksumStream(io.IOBase):
@@ -234,7 +226,3 @@ class _ChecksumStream(io.IOBase):
     def close(self) -> None:
         """Close the file."""
         self._raw.close()
-
-
-def _name(path: str | os.PathLike[str]) -> str:
-    return os.fspath(path).rstrip("/").rpartition("/")[2]

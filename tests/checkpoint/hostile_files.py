@@ -34,7 +34,7 @@ def _equal_hashes(nbytes):
 def _doubled(nbytes):
     """Tuples of the previous one twice: the last, a key, has 2**200 parts."""
     doubled = (b"h" + bytes([index]) + b"h" + bytes([index]) + b"\x86\x94" for index in range(200))
-    return b"\x80\x04}N\x94" + b"".join(doubled) + b"Ns."
+    return b"\x80\x04N\x94" + b"".join(doubled) + b"}h\xc8Ns."
 
 
 def _nested_keys(nbytes):

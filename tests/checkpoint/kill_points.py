@@ -19,7 +19,6 @@ POINTS = {
     "half a piece": "with half of a block of a rank's file written",
     "piece written": "after a rank's file is written, before it is synced",
     "metadata": "after all ranks' files, before .metadata",
-    "metadata named": "before .metadata gets its name",
     "manifest": "before the manifest",
     "manifest named": "before the manifest gets its name",
     "set aside": "before the older checkpoint of the same step is moved out of the way",
@@ -92,7 +91,7 @@ class Killer:
 
     def _on_open(self, path):
         name = _name(path)
-        if name == ".metadata.tmp":
+        if name == ".metadata":
             self.reach("metadata")
         elif name.startswith(".tmp-fairshard.json"):
             self.reach("manifest")
@@ -101,9 +100,7 @@ class Killer:
 
     def _on_rename(self, source, target):
         source, target = self._renamed = _name(source), _name(target)
-        if target == ".metadata":
-            self.reach("metadata named")
-        elif target == "fairshard.json":
+        if target == "fairshard.json":
             self.reach("manifest named")
         elif target == "latest":
             self.reach("pointer named")

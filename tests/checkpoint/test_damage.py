@@ -11,7 +11,7 @@ from torch import nn
 
 from fairshard.checkpoint import Checkpointer, load
 from fairshard.checkpoint.manifest import read_manifest
-from fairshard.checkpoint.storage import LocalStorage
+from fairshard.checkpoint.storage import Storage
 from fairshard.errors import CheckpointError
 from tests.checkpoint.saved_steps import (
     FILES,
@@ -153,7 +153,7 @@ def test_every_flipped_bit_of_a_manifest_is_found(root):
             assert read_manifest(OneFile(data), "run") == manifest, place  # one space became another
 
 
-class OneFile(LocalStorage):
+class OneFile(Storage):
     """Every file has these bytes."""
 
     def __init__(self, data):

@@ -14,7 +14,7 @@ from fairshard.checkpoint.consolidate import consolidate_torch
 from fairshard.checkpoint.contents import read_contents
 from fairshard.checkpoint.import_fairscale import import_fairscale
 from fairshard.checkpoint.manifest import read_manifest
-from fairshard.checkpoint.storage import LocalStorage
+from fairshard.checkpoint.storage import Storage
 from fairshard.errors import CheckpointError
 from tests.checkpoint.limited import run_limited
 from tests.checkpoint.mutations import mutate
@@ -97,8 +97,8 @@ def try_mutation(written, work, seed):
 
 def is_unchanged(path, written):
     """Whether the mutation made the same file: a blank in JSON, or in `latest`, may change."""
-    manifest = read_manifest(LocalStorage(), str(written / "run" / STEP))
-    return path.name == "latest" or read_manifest(LocalStorage(), str(path.parent)) == manifest
+    manifest = read_manifest(Storage(), str(written / "run" / STEP))
+    return path.name == "latest" or read_manifest(Storage(), str(path.parent)) == manifest
 
 
 def try_load(root, how, vouched):

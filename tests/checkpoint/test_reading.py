@@ -11,7 +11,7 @@ from torch import nn
 
 from fairshard.checkpoint import load, loading, targets
 from fairshard.checkpoint.reader import CheckpointReader, SafePlanner
-from fairshard.checkpoint.storage import LocalStorage
+from fairshard.checkpoint.storage import Storage
 from fairshard.errors import CheckpointError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from tests.checkpoint.saved_steps import assert_agreed, attempt, is_same, memory_of, trained
@@ -118,7 +118,7 @@ def load_disturbed(folder, verify, victim, kind):
     """Load while the disk of rank ``victim`` flips a bit or fails; what is raised, and whether memory is unchanged."""
     model, optimizer = trained(seed=7)
     before = memory_of(model, optimizer)
-    original, num_opened = LocalStorage.open, itertools.count()
+    original, num_opened = Storage.open, itertools.count()
 
     def disturbed(storage, path, mode):
         if not path.endswith(".distcp"):
@@ -131,7 +131,7 @@ def load_disturbed(folder, verify, victim, kind):
         return io.BytesIO(data)
 
     is_victim = dist.get_rank() == victim
-    with mock.patch.object(LocalStorage, "open", disturbed if is_victim else original):
+    with mock.patch.object(Storage, "open", disturbed if is_victim else original):
         raised = attempt(lambda: load(folder, model, optimizer, verify=verify))
     return raised, is_same(before, memory_of(model, optimizer))
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from fairshard.checkpoint.manifest import FileEntry, Manifest, crc_of
-from fairshard.checkpoint.storage import MANIFEST, LocalStorage
+from fairshard.checkpoint.storage import MANIFEST, Storage
 from fairshard.utils.layout import FlatLayout
 from fairshard.utils.span_tensor import SpanTensor
 
@@ -36,7 +36,7 @@ def save_cut(folder, whole):
 def sign(folder, step=100, world_size=1, aliases=None):
     """Write a manifest of the files in the folder."""
     names = [name for name in os.listdir(folder) if name != MANIFEST]
-    storage = LocalStorage()
+    storage = Storage()
     files = {
         name: FileEntry((Path(folder) / name).stat().st_size, crc_of(storage, f"{folder}/{name}")) for name in names
     }
