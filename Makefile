@@ -7,7 +7,7 @@
 #   make test TORCH=2.6.0         the same on another torch, in a virtual environment of its own (5.6 GB with CUDA)
 #   make test-all                 every cell of every matrix
 #   make test-sim                 the tests of ranks on the simulated accelerator of tests/sim, in three orders of its work
-#   make kill                     kill -9 a training run 1,000 times, in saves, copies and between; ARGS="--kills 99"
+#   make kill                     kill -9 a training run 1,000 times, in saves and between; ARGS="--kills 99"
 #   make drill                    let ranks die, part ways and run dry, 20 times each; ARGS="--times 3"
 #   make soak                     5,000 steps with saves and a resume, watched for leaks; ARGS="--steps 1000"
 #   make check                    ruff, mypy, the architecture test, the docs with warnings as errors
