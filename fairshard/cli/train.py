@@ -9,6 +9,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from fairshard.cli.runs import chosen_options
 from fairshard.errors import CheckpointError
 
 _NOTICE_S = 0.5
+_POLL_S = 0.2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +62,8 @@ def train_rank(ranks: Ranks, arguments: argparse.Namespace) -> NoReturn:
     plan = check_options(options, ranks)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a rank that waits outside of Python, too
     note = os.environ.get(STOPPED)
+    if note is not None:
+        threading.Thread(target=_leave_with, args=(os.getppid(),), name="fairshard launcher", daemon=True).start()
     get_error_handler().initialize()
     code = 0
     try:
@@ -85,6 +89,13 @@ def train_rank(ranks: Ranks, arguments: argparse.Namespace) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # destroying a process group whose peers are gone can hang
+
+
+def _leave_with(launcher: int) -> None:
+    """End this process when the launcher is killed: it has a session of its own, and would train on."""
+    while os.getppid() == launcher:
+        time.sleep(_POLL_S)
+    os._exit(1)
 
 
 if __name__ == "__main__":
