@@ -53,8 +53,6 @@ def claim(module: nn.Module) -> Root:
         adopt_all_changes(module, units)
     except FairshardError as error:
         refused = error  # raised after the ranks have compared their models, because it may concern this rank alone
-    for unit in units:
-        unit.origin.shared.find_owners(unit, units)
     _check_settings(units)
     comms = {unit: unit.groups.communicators() for unit in units}
     for unit in units:

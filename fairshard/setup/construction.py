@@ -25,7 +25,6 @@ from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
 from fairshard.setup.materialize import OwnTensors
 from fairshard.setup.origin import Ignored, Origin
-from fairshard.setup.shared_params import SharedParams
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.device import check_supported, current_device, default_device_type, device_count
 from fairshard.utils.dtensors import memory_of
@@ -102,8 +101,7 @@ def make_ready(module: nn.Module, how: Construction, ignored: Ignored, groups: l
     if how.device is not None and not own.on_meta:
         own.move_buffers(device)
     places = _places_of(own.ignored, module)
-    is_placed, shared = how.device is not None, SharedParams()
-    return Origin(device, own.ignored, is_placed, how.moves_inputs, sums, shared, _observers, places)
+    return Origin(device, own.ignored, how.device is not None, how.moves_inputs, sums, _observers, places)
 
 
 def _places_of(ignored: Ignored, module: nn.Module) -> list[tuple[nn.Module, str]]:

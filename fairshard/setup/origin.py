@@ -44,11 +44,10 @@ class Origin:
     """How the module of a unit was prepared for sharding; the unit computes on ``device``.
 
     ``is_placed``: the user chose the device. ``moves_inputs``: a forward moves its inputs there. ``sums``: if ranks
-    may have begun with different values, a checksum of each parameter until they are compared. ``shared``: the
-    `SharedParams` of other units that its modules use. ``observers(units, comms)``: makes those of the model of which
-    this unit is the outermost; see `Root`. ``ignored_places``: modules that hold ignored parameters and
-    modules, and the names there. ``known``: the modules and parameters that the model had when it was last checked for
-    new ones.
+    may have begun with different values, a checksum of each parameter until they are compared. ``observers(units,
+    comms)``: makes those of the model of which this unit is the outermost; see `Root`. ``ignored_places``: modules that
+    hold ignored parameters and modules, and the names there. ``known``: the modules and parameters that the model had
+    when it was last checked for new ones.
     """
 
     device: torch.device
@@ -56,7 +55,6 @@ class Origin:
     is_placed: bool
     moves_inputs: bool
     sums: dict[str, Tensor]
-    shared: Any
     observers: Callable[..., list[Observer]]
     ignored_places: Sequence[tuple[nn.Module, str]] = ()
     known: Any = None

@@ -25,7 +25,6 @@ from fairshard.setup.lines import PlacementFn, SlotLines
 from fairshard.setup.naming import place
 from fairshard.setup.origin import Ignored, Origin
 from fairshard.setup.shared_memory import check_memory
-from fairshard.setup.shared_params import SharedParams, refusal
 from fairshard.utils.names import join
 from fairshard.utils.storage import set_data
 from fairshard.utils.subclasses import POST, PRE, check_extended, is_extended, is_wrapper, refuse_wrapper
@@ -104,7 +103,7 @@ def _slots_in(module: nn.Module, origin: Origin) -> list[ParamSlot]:
     for fqn, unit in units_below(module):
         place(unit, fqn)  # messages name its parameters
         inner += unit.flat_params
-    return collect_slots(walk(module), inner, origin.ignored.ids, origin.shared)
+    return collect_slots(walk(module), inner, origin.ignored.ids)
 
 
 def _kind_of(config: UnitConfig, world_size: int) -> type[ShownShard]:
@@ -224,15 +223,13 @@ def collect_slots(
     parts: Iterable[tuple[str, nn.Module]],
     inner: Sequence[FlatParam] = (),
     skip: Collection[int] = (),
-    shared: SharedParams | None = None,
 ) -> list[ParamSlot]:
     """The parameters of ``parts``, modules with their fqns; each parameter once, with all its names.
 
-    Leaves out parameters of ``inner`` units, and those whose ``id`` is in ``skip``. Records in ``shared`` the
-    parameters that units outside these modules have sharded.
+    Leaves out parameters of ``inner`` units, and those whose ``id`` is in ``skip``.
 
     Raises:
-        ValueError: a parameter is sharded already, shared with an inner unit, or shares memory with another one.
+        ValueError: a parameter is sharded already, shared with another unit, or shares memory with another one.
     """
     left_out = {id(stepped.shard) for flat_param in inner for stepped in flat_param.stepped} | set(skip)
     leaves = {id(slot.leaf) for flat_param in inner for slot in flat_param.slots}
@@ -246,10 +243,7 @@ def collect_slots(
             if other is not None:
                 if (part, name) in other.owners and id(param) not in leaves:
                     raise ValueError(_outer_first(other.fqn))
-                if shared is None or id(param) in leaves:
-                    raise ValueError(refusal(full_name, other))
-                shared.note(other, part, name, full_name)
-                continue
+                raise ValueError(_of_two_units(full_name, other))
             slots.setdefault(id(param), new_slot(param, full_name)).owners.append((part, name))
     found = list(slots.values())
     check_memory(found)
@@ -302,6 +296,20 @@ def _sharded_param_of(module: nn.Module) -> str | None:
             return slot.fqn
     guard = guard_of(module)
     return None if guard is None else next(iter(guard.slots.values())).fqn
+
+
+def _of_two_units(fqn: str, owner: ParamSlot) -> str:
+    how = (
+        "Make the two modules one unit (`fully_shard([first, second])`), or call fully_shard on neither of them, so "
+        "that the unit around both has the parameter."
+        if isinstance(owner.registered, DTensor)
+        else "Put one wrapper around both modules, or wrap neither of them, so that the wrapper around both has the "
+        "parameter."
+    )
+    return (
+        f"A parameter must belong to one unit, but `{fqn}` is shared with `{owner.fqn}` of a unit that is sharded "
+        f"already. {how}"
+    )
 
 
 def _outer_first(fqn: str) -> str:

@@ -50,20 +50,15 @@ class Showing:
 
 @contextmanager
 def summon(units: list[Unit], how: Showing) -> Iterator[None]:
-    """`show` all ``units``, and the owners of parameters that they share. **Collective.**
+    """`show` all ``units``. **Collective.**
 
     Units with one rank are always written back.
     """
     with ExitStack() as stack:
-        for unit in with_owners(units):
+        for unit in dict.fromkeys(units):
             is_whole = unit.group.world_size == 1
             stack.enter_context(show(unit, replace(how, writeback=how.writeback or is_whole)))
         yield
-
-
-def with_owners(units: Sequence[Unit]) -> list[Unit]:
-    """``units``, each once, and the owners of parameters that they share."""
-    return list(dict.fromkeys([*units, *(owner for unit in units for owner in unit.origin.shared.owners)]))
 
 
 @contextmanager

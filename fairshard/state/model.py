@@ -24,7 +24,7 @@ from fairshard.errors import FairshardError, MixedGroupsError, TrainingStateErro
 from fairshard.settings.state_dicts import FullStateDictConfig, StateDictConfig, StateDictType
 from fairshard.state.assigned_values import own_tensors_kept
 from fairshard.state.foreign_names import check_names, check_whole
-from fairshard.state.full_params import Showing, show, show_spans, with_owners
+from fairshard.state.full_params import Showing, show, show_spans
 from fairshard.state.shown import is_shown, shown_on_first
 from fairshard.utils.messages import broadcast_object
 from fairshard.utils.names import COMPILED, clean_tensor_name, join
@@ -79,7 +79,7 @@ def _clean_names(prefix: str, added: list[str], state: Any) -> None:
 def _own(wrapper: nn.Module, unit: Unit, added: list[str], state: Any) -> None:
     """Copy the values ``added`` to ``state`` that share memory with the model."""
     offload = unit.state_dict_settings.state_dict_config.offload_to_cpu
-    live = {_memory(fp.shard.detach()) for each in with_owners([unit]) for fp in each.flat_params}
+    live = {_memory(fp.shard.detach()) for fp in unit.flat_params}
     for part in modules_of(wrapper):
         live |= {_memory(own) for own in (*part.parameters(recurse=False), *part.buffers(recurse=False))}
     for key in added:
@@ -125,18 +125,16 @@ def check_loads_inside(units: Iterable[Unit]) -> None:
 
 @contextmanager
 def _showing(unit: Unit, writeback: bool) -> Iterator[None]:
-    """Show the parameters that the modules of ``unit`` use: its own, and those it shares with other units.
-
-    Inside `summon` they are already shown, including values written since.
-    """
+    """Show the parameters of ``unit``; inside `summon` they are already shown, including values written since."""
+    if is_shown(unit):
+        yield
+        return
     settings = unit.state_dict_settings
     config = settings.state_dict_config
     from_first = takes_from_first(config)
     how = Showing(writeback, from_first, from_first, config.offload_to_cpu and not writeback)
-    with ExitStack() as stack:
-        for each in [each for each in with_owners([unit]) if not is_shown(each)]:
-            is_sharded = settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
-            stack.enter_context(show_spans(each) if is_sharded else show(each, how))
+    is_sharded = settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
+    with show_spans(unit) if is_sharded else show(unit, how):
         yield
 
 

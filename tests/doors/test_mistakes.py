@@ -258,12 +258,17 @@ MISTAKES = {
     ),
     "wrapper: tied weights in two units": (
         ValueError,
-        ("`1.weight` is shared with `0.weight`", "one wrapper around both", "append_shared_param"),
+        ("`weight` is shared with `weight` of a unit that is sharded already", "one wrapper around both"),
         lambda: FSDP(nn.Sequential(*map(FSDP, tied()))),
+    ),
+    "a weight of another unit is appended": (
+        NotImplementedError,
+        ("`append_shared_param` is not supported", "one wrapper around both"),
+        lambda: FSDP(layer()).append_shared_param(nn.Parameter(torch.ones(1))),
     ),
     "fully_shard: tied weights in two units": (
         ValueError,
-        ("`1.weight` is shared with `0.weight`", "`fully_shard([first, second])`), or call fully_shard on neither"),
+        ("`weight` is shared with `weight` of", "`fully_shard([first, second])`), or call fully_shard on neither"),
         lambda: shard_each(tied()),
     ),
 }

@@ -1,4 +1,4 @@
-"""The forward of a sharded module: sets up the model on its first call, and gathers shared parameters with the unit."""
+"""The forward of a sharded module, which sets up the model on its first call."""
 
 from __future__ import annotations
 
@@ -76,8 +76,6 @@ def run(
         if torch.is_grad_enabled():
             assert_none_summoned([unit], "forward")
         return function(*args, **kwargs)
-    if unit.origin.shared.owners:
-        function = unit.origin.shared.computing_with(function)
     if unit.input_dtype is not None:
         args, kwargs = cast_inputs_to_fp16(*args, dtype=unit.input_dtype, **kwargs)
     args, kwargs = waited(args, kwargs)

@@ -388,25 +388,6 @@ def test_a_unit_that_calls_itself(door):
 
 
 @on_ranks(2)
-def test_shared_parameters():
-    """In its own forward a unit sees whole parameters, including those that another unit shares with it."""
-    for options in ({}, {"flatten_parameters": False}):
-        a, b = looking(), looking()
-        b.up.weight = b.again.weight = a.up.weight
-        plain = copy.deepcopy(nn.ModuleList([a, b]))
-        one, two = FSDP(a, **options), FSDP(b, **options)
-        two.append_shared_param(a.up.weight)
-        model = FSDP(nn.Sequential(one, two), **options)
-        before = registered(model)
-        for _ in range(2):
-            model(randn(2, 3)).sum().backward()
-            assert registered(model) == before
-        for looker, twin in zip((a, b), plain, strict=True):
-            for seen in looker.seen:
-                check_seen(seen, twin)
-
-
-@on_ranks(2)
 def test_modules_that_are_one_unit():
     """Each of several modules that `fully_shard` made into one unit sees its own parameters whole."""
     first, second = looking(), looking()

@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.tree import UNIT_ATTRIBUTE, units_below, walk
 from fairshard.engine.unit import Unit
-from fairshard.errors import TrainingStateError
 from fairshard.nn.data_parallel.wrapper.forwarding import Forwarding
 from fairshard.settings.config import LateOptions, UnitConfig
 from fairshard.settings.groups import MISSING, Groups, UnitGroups
@@ -111,32 +110,15 @@ class UnitAttributes(Forwarding):
         return not self._unit.is_inner
 
     def append_shared_param(self, p: nn.Parameter) -> None:
-        """Share ``p``, a parameter owned by a sibling unit that was wrapped earlier, with a module of this unit.
-
-        Tie the modules, wrap each, then call this on the second; ``p`` is the parameter of either module. The owning
-        unit is gathered whenever this one computes, and accumulates the gradients of all uses. Both units must be in
-        one outer wrapper, but not inside each other, and compute in the same dtype.
-
-        >>> from torch import nn
-        >>> from fairshard.nn import FullyShardedDataParallel as FSDP
-        >>> a, b = nn.Linear(4, 4), nn.Linear(4, 4)
-        >>> b.weight = a.weight
-        >>> a, b = FSDP(a), FSDP(b)
-        >>> b.append_shared_param(a.module.weight)
-        >>> model = FSDP(nn.Sequential(a, nn.Tanh(), b))
+        """Not supported: always raises.
 
         Raises:
-            ValueError: no module of this unit uses ``p``, or no other unit owns it.
-            TrainingStateError: the model has already run.
-
-        Source: fairscale's method of the same name, which needs ``flatten_parameters=False``.
+            NotImplementedError: a parameter belongs to one unit.
         """
-        if self._unit.root is not None:
-            raise TrainingStateError(
-                "`append_shared_param` must be called before the first forward or state dict, but unit "
-                f"`{self._unit.fqn or 'root'}` is already set up. Call it right after wrapping."
-            )
-        self._unit.origin.shared.append(p)
+        raise NotImplementedError(
+            "`append_shared_param` is not supported: a parameter belongs to one unit. Put one wrapper around both "
+            "modules, or wrap neither of them, so that the wrapper around both has the parameter."
+        )
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[UnitAttributes]:
