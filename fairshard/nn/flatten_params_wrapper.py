@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fairshard.engine.tree import units_below
+from fairshard.checks.shards import stepped_of
 from fairshard.nn.data_parallel.wrapper.forwarding import Forwarding
-from fairshard.utils.layout import FlatLayout
+from fairshard.utils.names import join
 
 _NAME = "flat_param"
 
@@ -60,49 +62,37 @@ class FlattenParamsWrapper(Forwarding):
         if not isinstance(module, nn.Module):
             raise TypeError(f"`module` must be an nn.Module, but is {type(module).__name__}.")
         lists = [_slots(module, params) for params in _lists(param_list)]
-        _check_disjoint(lists)
         names = _names(flat_param_names, len(lists))
-        for slots in lists:
-            _check_alike(slots)
+        _check(lists)
         self.module = module
-        self._lines = [_Line(name, slots) for name, slots in zip(names, lists, strict=True)]
+        self._lines = dict(zip(names, lists, strict=True))  # by flat parameter, the parameters that lie in it
         self._is_flat = True
-        self._loading = ExitStack()
-        flat_params = [line.flattened() for line in self._lines]
-        for slot in self._slots:
-            slot.note_order()
-        for slot in self._slots:
-            slot.remove()
-        for line, flat in zip(self._lines, flat_params, strict=True):
-            self.register_parameter(line.name, flat)
+        self._loading = ExitStack()  # `unflatten_params`, while a state dict is loaded
+        for name, slots in self._lines.items():
+            params = [slot.shown for slot in slots]
+            line = torch.cat([param.detach().reshape(-1) for param in params]) if params else None
+            self.register_parameter(name, None if line is None else nn.Parameter(line, params[0].requires_grad))
         self.register_load_state_dict_post_hook(_end_loading)  # type: ignore[no-untyped-call]
         self._attach()
 
     @property
     def flat_param_names(self) -> list[str]:
         """The names of the flat parameters."""
-        return [line.name for line in self._lines]
+        return list(self._lines)
 
     @property
     def flat_params(self) -> list[nn.Parameter]:
         """The flat parameters; none inside `unflatten_params`."""
-        found = [self._parameters[line.name] for line in self._lines]
-        return [flat for flat in found if flat is not None]
-
-    @property
-    def _slots(self) -> list[_Slot]:
-        return [slot for line in self._lines for slot in line.slots]
+        return [flat for name in self._lines if (flat := self._parameters[name]) is not None]
 
     def _find_inside(self, name: str) -> Any:
-        if name == _NAME and len(self._lines) == 1 and self._lines[0].name in self._parameters:
-            return self._parameters[self._lines[0].name]
+        if name == _NAME and len(self._lines) == 1 and (own := self.flat_param_names[0]) in self._parameters:
+            return self._parameters[own]
         return super()._find_inside(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, on views of ``flat_param``."""
         self._loading.close()
-        if not self._is_flat:
-            return self.module(*args, **kwargs)
         self._attach(together=True)
         try:
             return self.module(*args, **kwargs)
@@ -120,52 +110,50 @@ class FlattenParamsWrapper(Forwarding):
             ValueError: ``flat_params`` are not tensors of the right sizes, or parameters are already unflattened.
         """
         self._loading.close()
-        if not self._is_flat and flat_params is not None:
-            raise ValueError("Only the outermost `unflatten_params` may be given `flat_params`, but an inner one was.")
-        if not self._is_flat or not self._slots:
+        if not self._is_flat:
+            if flat_params is not None:
+                raise ValueError(
+                    "Only the outermost `unflatten_params` may be given `flat_params`, but an inner one was."
+                )
             yield
             return
-        flats = self.flat_params
-        data = [flat.data for flat in flats] if flat_params is None else self._checked(flat_params)
-        params = [
-            [nn.Parameter(view, flat.requires_grad) for view in line.views(values)]
-            for line, flat, values in zip(self._lines, flats, data, strict=True)
-        ]
+        flats = {name: flat for name in self._lines if (flat := self._parameters[name]) is not None}
+        values = self.flat_params if flat_params is None else self._checked(flat_params)
+        shown: dict[str, list[nn.Parameter]] = {}
+        for (name, flat), line in zip(flats.items(), values, strict=True):
+            shown[name] = [nn.Parameter(view, flat.requires_grad) for view in _views(line.data, self._lines[name])]
+            for slot, param in zip(self._lines[name], shown[name], strict=True):
+                slot.show(param)
+            self._parameters[name] = None
         self._is_flat = False
-        for line, shown in zip(self._lines, params, strict=True):
-            self._parameters[line.name] = None
-            line.register(shown)
         try:
             yield
         finally:
             with torch.no_grad():
-                for line, flat, shown in zip(self._lines, flats, params, strict=True):
-                    line.unregister(shown)
+                for name, flat in flats.items():
+                    for slot, param in zip(self._lines[name], shown[name], strict=True):
+                        slot.copy_assigned(param)
                     if flat_params is None:
-                        line.add_grads(flat, shown)
-                    self._parameters[line.name] = flat
+                        _add_grads(flat, shown[name])
+                    self._parameters[name] = flat
             self._is_flat = True
             self._attach()
 
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state dict of the module as if its parameters had never been flattened."""
-        if args:  # nn.Module still accepts them by position
-            positional = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
-            destination = positional.get("destination", destination)
-            prefix, keep_vars = positional.get("prefix", prefix), positional.get("keep_vars", keep_vars)
         with self.unflatten_params():
-            return self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+            return self.module.state_dict(*args, **kwargs)
 
     def flat_state_dict(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """State dict with ``flat_param``, and other entries under their own names; `load_state_dict` accepts it."""
         state = super().state_dict(prefix=prefix, keep_vars=keep_vars)
-        inside = f"{prefix}module."
-        return {prefix + name[len(inside) :] if name.startswith(inside) else name: state[name] for name in state}
+        return {_outside(name, prefix): state[name] for name in state}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlattenParamsWrapper:
         self._loading.close()
-        for slot in self._slots if self._is_flat else ():
-            slot.attach(torch.empty(0, device="cpu"))  # views have an autograd graph, which cannot be copied
+        for slots in self._lines.values() if self._is_flat else ():
+            for slot in slots:
+                slot.show(torch.empty(0, device="cpu"))  # views have an autograd graph, which cannot be copied
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
@@ -175,10 +163,10 @@ class FlattenParamsWrapper(Forwarding):
 
     def __getstate__(self) -> dict[str, Any]:
         self._loading.close()
-        return {**self.__dict__, "_loading": None}
+        return self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_loading": ExitStack()})  # type: ignore[no-untyped-call]
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._attach()
 
     def _apply(self, fn: Any, recurse: bool = True) -> FlattenParamsWrapper:
@@ -188,7 +176,7 @@ class FlattenParamsWrapper(Forwarding):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         self._loading.close()
-        flat_keys = {f"{prefix}{line.name}" for line in self._lines}
+        flat_keys = {prefix + name for name in self._lines}
         for key in [key for key in state_dict if key.startswith(prefix) and key not in flat_keys]:
             state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
         if not flat_keys & state_dict.keys():
@@ -197,116 +185,71 @@ class FlattenParamsWrapper(Forwarding):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _attach(self, together: bool = False) -> None:
-        """Set the module's attributes to views of the flat parameter.
+        """Set the module's attributes to views of the flat parameters, unless parameters are unflattened.
 
         Views made ``together`` share one backward, but cannot be read after an optimizer has stepped.
         """
         with torch.inference_mode(False), torch.enable_grad():
-            for line in self._lines:
-                flat = self._parameters[line.name]
+            for name, slots in self._lines.items():
+                flat = self._parameters[name]
                 if flat is not None:
-                    for slot, view in zip(line.slots, line.views(flat, together), strict=True):
-                        slot.attach(view)
+                    for slot, view in zip(slots, _views(flat, slots, together), strict=True):
+                        slot.show(view)
 
     def _checked(self, flat_params: Sequence[Tensor]) -> list[Tensor]:
-        shapes, wanted = [tuple(flat.shape) for flat in flat_params], [(line.numel,) for line in self._lines]
+        shapes, wanted = [tuple(flat.shape) for flat in flat_params], [tuple(flat.shape) for flat in self.flat_params]
         if shapes != wanted:
             what = f"one tensor of shape {wanted[0]}, like `flat_param`" if len(wanted) == 1 else f"of shapes {wanted}"
             raise ValueError(f"`flat_params` must be {what}, but has shapes {shapes}.")
         return [flat.detach() for flat in flat_params]
 
 
-class _Line:
-    """Some parameters laid end to end, and the name of the flat parameter that holds them."""
+@dataclass
+class _Slot:
+    """One parameter: its name, its shape, and the modules that refer to it."""
 
-    def __init__(self, name: str, slots: list[_Slot]) -> None:
-        self.name, self.slots = name, slots
-        self._layout = FlatLayout([slot.shape.numel() for slot in slots], world_size=1)
+    fqn: str
+    shape: torch.Size
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self._layout.numel
+    def shown(self) -> Any:
+        """What the modules have now: a parameter or a view."""
+        return getattr(*self.owners[0])
 
-    def flattened(self) -> nn.Parameter | None:
-        """A flat parameter with the values of the parameters; None if there are none."""
-        if not self.slots:
-            return None
-        line = torch.cat([slot.param.detach().reshape(-1) for slot in self.slots])
-        return nn.Parameter(line, requires_grad=self.slots[0].param.requires_grad)
-
-    def views(self, line: Tensor, together: bool = True) -> list[Tensor]:
-        """Views of ``line``, in the parameters' shapes; see `FlattenParamsWrapper._attach`."""
-        layout = self._layout
-        if together:
-            runs = list(torch.split_with_sizes(line, list(layout.numels)))
-        else:
-            runs = [line.narrow(0, *place) for place in zip(layout.offsets, layout.numels, strict=True)]
-        return [run.view(slot.shape) for slot, run in zip(self.slots, runs, strict=True)]
-
-    def register(self, params: list[nn.Parameter]) -> None:
-        """Register ``params`` in place of the original parameters."""
-        for slot, param in zip(self.slots, params, strict=True):
-            slot.register(param)
-
-    def unregister(self, params: list[nn.Parameter]) -> None:
-        """Undo `register`."""
-        for slot, param in zip(self.slots, params, strict=True):
-            slot.unregister(param)
-
-    def add_grads(self, flat: nn.Parameter, params: list[nn.Parameter]) -> None:
-        """Add the gradients of ``params`` to that of ``flat``, if there are any."""
-        if any(param.grad is not None for param in params):
-            grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
-            line = torch.cat([grad.reshape(-1) for grad in grads])
-            flat.grad = line if flat.grad is None else flat.grad + line
-
-
-class _Slot:
-    """One parameter, and the modules that refer to it."""
-
-    def __init__(self, param: nn.Parameter, fqn: str) -> None:
-        self.param: nn.Parameter = param  # until `remove`
-        self.fqn = fqn
-        self.shape = param.shape
-        self.owners: list[tuple[nn.Module, str]] = []
-        self._order: list[list[str]] = []
-
-    def note_order(self) -> None:
-        """Record the order of the parameters of its modules; before any is removed."""
-        self._order = [list(module._parameters) for module, _ in self.owners]
-
-    def remove(self) -> None:
-        """Remove the parameter from its modules."""
-        del self.param
-        for module, name in self.owners:
-            module._parameters.pop(name, None)
-
-    def attach(self, view: Tensor) -> None:
-        """Set ``view`` as an attribute of the modules, through ``setattr``, which recurrent modules rely on."""
-        for module, name in self.owners:
-            setattr(module, name, view)
-
-    def detach(self) -> None:
-        """Remove the attribute from the modules."""
+    def show(self, value: Tensor) -> None:
+        """Give the modules ``value``: register a parameter; set a view as attribute, and None in its place."""
+        is_param = isinstance(value, nn.Parameter)
         for module, name in self.owners:
             module.__dict__.pop(name, None)
+            module._parameters[name] = value if is_param else None
+            if not is_param:
+                module.__dict__[name] = value
+            if isinstance(module, nn.RNNBase):  # it keeps a list of its weights
+                module._flat_weights[module._flat_weights_names.index(name)] = value
 
-    def register(self, param: nn.Parameter) -> None:
-        """Register ``param`` in place of the original parameter, in the original order."""
-        self.detach()
-        for (module, name), order in zip(self.owners, self._order, strict=True):
-            setattr(module, name, param)
-            for other in order[order.index(name) + 1 :]:
-                if other in module._parameters:
-                    module._parameters[other] = module._parameters.pop(other)
-
-    def unregister(self, param: nn.Parameter) -> None:
-        """Undo `register`; if ``load_state_dict(assign=True)`` has replaced ``param``, copy the new value into it."""
+    def copy_assigned(self, param: nn.Parameter) -> None:
+        """If ``load_state_dict(assign=True)`` has replaced ``param`` in a module, copy the new value into it."""
         for module, name in self.owners:
-            found = module._parameters.pop(name, None)
+            found = module._parameters[name]
             if found is not None and found is not param:
                 param.copy_(found)
+
+
+def _views(line: Tensor, slots: list[_Slot], together: bool = True) -> list[Tensor]:
+    """Views of ``line`` in the shapes of ``slots``; see `FlattenParamsWrapper._attach`."""
+    numels = [slot.shape.numel() for slot in slots]
+    starts = accumulate(numels, initial=0)
+    runs = line.split(numels) if together else [line.narrow(0, *place) for place in zip(starts, numels, strict=False)]
+    return [run.view(slot.shape) for slot, run in zip(slots, runs, strict=True)]
+
+
+def _add_grads(flat: nn.Parameter, params: list[nn.Parameter]) -> None:
+    """Add the gradients of ``params`` to that of ``flat``, if there are any."""
+    if any(param.grad is not None for param in params):
+        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+        line = torch.cat([grad.reshape(-1) for grad in grads])
+        flat.grad = line if flat.grad is None else flat.grad + line
 
 
 def _lists(param_list: Any) -> list[Any]:
@@ -335,56 +278,57 @@ def _names(given: Sequence[str] | None, num_lists: int) -> list[str]:
     return [f"{_NAME}_{name}" for name in names]
 
 
-def _check_disjoint(lists: list[list[_Slot]]) -> None:
-    seen: set[int] = set()
-    for slot in (slot for slots in lists for slot in slots):
-        if id(slot.param) in seen:
-            raise ValueError(f"Lists of parameters must not overlap, but `{slot.fqn}` is in two of them.")
-        seen.add(id(slot.param))
-
-
 def _slots(module: nn.Module, param_list: Iterable[nn.Parameter] | None) -> list[_Slot]:
     wanted = None if param_list is None else {id(param): param for param in param_list}
-    units = [unit for _, unit in units_below(module)]
-    shards = {id(shard) for unit in units for flat_param in unit.flat_params for shard in flat_param.shows.registered}
     slots: dict[int, _Slot] = {}
     for fqn, part in module.named_modules():
         for name, param in part._parameters.items():
             if param is None or (wanted is not None and id(param) not in wanted):
                 continue
-            full_name = f"{fqn}.{name}" if fqn else name
+            full_name = join(fqn, name)
             if isinstance(part, FlattenParamsWrapper) and name in part.flat_param_names:
                 raise ValueError(
                     f"A parameter must be flattened once, but `{full_name}` belongs to another FlattenParamsWrapper. "
                     "Pass a `param_list` without it."
                 )
-            if id(param) in shards:
+            if stepped_of(param) is not None:
                 raise ValueError(
                     f"Parameters must be whole to be flattened, but `{full_name}` is a shard. Leave the units out of "
                     "`param_list`; they flatten their parameters themselves."
                 )
-            slots.setdefault(id(param), _Slot(param, full_name)).owners.append((part, name))
+            slots.setdefault(id(param), _Slot(full_name, param.shape)).owners.append((part, name))
     if wanted is not None and (strangers := wanted.keys() - slots.keys()):
         shapes = [tuple(wanted[key].shape) for key in strangers]
         raise ValueError(f"`param_list` must hold parameters of the module, but some of shapes {shapes} are not.")
     return list(slots.values())
 
 
-def _check_alike(slots: list[_Slot]) -> None:
-    for what in ("dtype", "device", "requires_grad"):
-        for slot in slots[1:]:
-            first, other = getattr(slots[0].param, what), getattr(slot.param, what)
-            if first != other:
-                raise ValueError(
-                    f"Parameters must have one {what} to be flattened together, but `{slots[0].fqn}` has {first} and "
-                    f"`{slot.fqn}` has {other}. Flatten them in two wrappers, each with its `param_list`."
-                )
+def _check(lists: list[list[_Slot]]) -> None:
+    """Raise if a parameter is in two of ``lists``, or if the parameters of one list cannot lie in one line."""
+    seen: set[int] = set()
+    for slots in lists:
+        for slot in slots:
+            if id(slot.shown) in seen:
+                raise ValueError(f"Lists of parameters must not overlap, but `{slot.fqn}` is in two of them.")
+            seen.add(id(slot.shown))
+            for what in ("dtype", "device", "requires_grad"):
+                first, other = getattr(slots[0].shown, what), getattr(slot.shown, what)
+                if first != other:
+                    raise ValueError(
+                        f"Parameters must have one {what} to be flattened together, but `{slots[0].fqn}` has {first} "
+                        f"and `{slot.fqn}` has {other}. Flatten them in two wrappers, each with its `param_list`."
+                    )
+
+
+def _outside(name: str, prefix: str) -> str:
+    """``name``, that of a wrapper's state dict with ``prefix``, without the wrapper."""
+    inside = f"{prefix}module."
+    return prefix + name[len(inside) :] if name.startswith(inside) else name
 
 
 def _end_loading(wrapper: FlattenParamsWrapper, keys: Any) -> None:
     """Close the context of `_load_from_state_dict`, and strip the wrapper from missing and unexpected names."""
     wrapper._loading.close()
     prefix = wrapper.__dict__.pop("_loaded_prefix", "")
-    inside = f"{prefix}module."
     for names in keys:
-        names[:] = [prefix + name[len(inside) :] if name.startswith(inside) else name for name in names]
+        names[:] = [_outside(name, prefix) for name in names]
