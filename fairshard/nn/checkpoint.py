@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from fairshard.utils.device import accelerators_in_use
 from fairshard.utils.dynamo import set_tracer
@@ -105,25 +106,18 @@ class _Checkpointed:
     @breaks_graph("a checkpoint of fairshard's `checkpoint_wrapper` cannot be in a graph; the module inside it can")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original forward, which the backward recomputes. If compiled code calls it, only that is compiled."""
-        forward = super().forward  # type: ignore[misc]
         tracer = set_tracer(None)
-        if tracer is None:
-            return self._fairshard_checkpoint(forward, args, kwargs)
+        forward = functools.partial(_traced, tracer, super().forward)  # type: ignore[misc]
         try:
-            return self._fairshard_checkpoint(functools.partial(_traced, tracer, forward), args, kwargs)
+            if _switch.is_off or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            run, inputs = _recomputable(self, forward, args, kwargs)
+            # torch saves the random state of devices on which inputs are: an inner wrapper may move them to others.
+            inputs += [torch.empty(0, device=device) for device in accelerators_in_use()]
+            with saved_tensors_hooks(_to_host, _from_host) if self._offloads_inputs else contextlib.nullcontext():
+                return checkpoint(run, *inputs, use_reentrant=False)
         finally:
             set_tracer(tracer)
-
-    def _fairshard_checkpoint(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _switch.is_off or not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        assert isinstance(self, nn.Module)
-        inputs = _Inputs(args, kwargs, self._offloads_inputs)
-        run = functools.partial(_call, forward, inputs)
-        context_fn: Callable[[], Any] = noop_context_fn
-        if any(isinstance(part, _NormBase) for part in self.modules()):
-            context_fn = functools.partial(_recomputing, self)
-        return checkpoint(run, *inputs.on_each_device(), use_reentrant=False, context_fn=context_fn)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -152,98 +146,59 @@ def _traced(tracer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any)
         set_tracer(before)
 
 
-def _call(forward: Callable[..., Any], inputs: _Inputs, *_: Tensor) -> Any:
-    args, kwargs = inputs.take()
-    if not _switch.is_off:
-        return forward(*args, **kwargs)
-    with _checkpointing(is_off=False):  # recomputed by a backward in the block: inner modules checkpoint as before
-        return forward(*args, **kwargs)
+def _recomputable(
+    module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], list[Tensor]]:
+    """A function of tensors that calls ``forward(*args, **kwargs)``, and the tensors, each once.
+
+    Later calls recompute: tensors that they are given take the places of the first ones, in containers of the same
+    types, and buffers of norms stay as they are.
+    """
+    places: dict[int, Tensor] = {}  # by the id of a tensor, what stands for it, so that a repeated one stays one object
+    inputs: list[Tensor] = []
+
+    def place_of(tensor: Tensor) -> Tensor:
+        if id(tensor) not in places:
+            places[id(tensor)] = torch.empty(0, device="cpu")
+            inputs.append(tensor)
+        return places[id(tensor)]
+
+    skeleton = apply_to_tensors(place_of, (args, kwargs))
+    order, first = [id(place) for place in places.values()], [(args, kwargs)]
+
+    def run(*tensors: Tensor) -> Any:
+        if first:
+            given, named = first.pop()
+            return forward(*given, **named)
+        found = dict(zip(order, tensors, strict=False))
+        given, named = apply_to_tensors(lambda place: found[id(place)], skeleton)
+        with _checkpointing(is_off=False), _statistics_kept(module):  # a backward may be in `disable_checkpointing`
+            return forward(*given, **named)
+
+    return run, inputs
 
 
-def _recomputing(module: nn.Module) -> tuple[Any, Any]:
-    return contextlib.nullcontext(), _StatisticsKept(module)
+@contextlib.contextmanager
+def _statistics_kept(module: nn.Module) -> Iterator[None]:
+    """Inside, normalisation layers in training mode update copies of their running statistics."""
+    norms = [part._buffers for part in module.modules() if isinstance(part, _NormBase) and part.training]
+    kept = [dict(buffers) for buffers in norms]
+    for buffers in norms:
+        buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+    try:
+        yield
+    finally:
+        for buffers, before in zip(norms, kept, strict=True):
+            buffers.update(before)
 
 
-class _Inputs:
-    """The arguments of one call: the originals for the forward, and those kept for the recomputation."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], offload: bool) -> None:
-        self._given: Any = args, kwargs
-        self._placeholders: dict[int, Tensor] = {}  # one per tensor, so that a repeated tensor stays one object
-        self._kept: dict[int, _Kept] = {}  # by the id of the placeholder
-        self._offload = offload
-        self._skeleton = apply_to_tensors(self._keep, self._given)
-        self._placeholders.clear()
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        placeholder = self._placeholders.get(id(tensor))
-        if placeholder is None:
-            placeholder = self._placeholders[id(tensor)] = torch.empty(0, device="cpu")
-            self._kept[id(placeholder)] = _Kept(tensor, self._offload)
-        return placeholder
-
-    def on_each_device(self) -> list[Tensor]:
-        """An empty tensor on every device that may compute, so that torch saves the random state of the device.
-
-        These are the devices of the inputs, and the accelerator to which an inner wrapper may move them.
-        """
-        devices = dict.fromkeys([*(kept.device for kept in self._kept.values()), *accelerators_in_use()])
-        return [torch.empty(0, device=device) for device in devices]
-
-    def take(self) -> Any:
-        """``args, kwargs``: the originals on the first call, the kept ones later."""
-        given, self._given = self._given, None
-        if given is not None:
-            return given
-        restored = {key: kept.restore() for key, kept in self._kept.items()}
-        return apply_to_tensors(lambda placeholder: restored[id(placeholder)], self._skeleton)
+def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    """The device of ``tensor``, and a copy in host memory; torch's `save_on_cpu` would not copy one that is there."""
+    pinned = is_asynchronous(tensor.device)
+    copied = torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
+    return tensor.device, copied.copy_(tensor.detach(), non_blocking=pinned)
 
 
-class _Kept:
-    """One input tensor, or its copy in host memory."""
-
-    def __init__(self, tensor: Tensor, offload: bool) -> None:
-        self.device = tensor.device
-        self._requires_grad = tensor.requires_grad
-        self._is_copy = offload and self.device.type != "cpu"
-        self._tensor = tensor
-        self._version = 0 if tensor.is_inference() else tensor._version
-        if self._is_copy:
-            pinned = is_asynchronous(self.device)
-            self._tensor = torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
-            self._tensor.copy_(tensor.detach(), non_blocking=pinned)
-
-    def restore(self) -> Tensor:
-        """The tensor for a recomputation; a copy from host memory is a leaf, whose gradient is not used."""
-        if self._is_copy:
-            return self._tensor.to(self.device, non_blocking=True).requires_grad_(self._requires_grad)
-        if not self._tensor.is_inference() and self._tensor._version != self._version:
-            raise RuntimeError(
-                f"The inputs of a checkpointed module must not change between its forward and its backward, but one of "
-                f"shape {tuple(self._tensor.shape)} was modified in place. Clone it first."
-            )
-        return self._tensor
-
-
-class _StatisticsKept:
-    """Context in which normalisation layers in training mode update copies of their running statistics."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._replaced: list[list[tuple[nn.Module, str, Tensor]]] = []
-
-    def __enter__(self) -> None:
-        replaced: list[tuple[nn.Module, str, Tensor]] = [
-            (part, name, buffer)
-            for part in self._module.modules()
-            if isinstance(part, _NormBase) and part.training
-            for name, buffer in part._buffers.items()
-            if buffer is not None
-        ]
-        for part, name, buffer in replaced:
-            part._buffers[name] = buffer.clone()
-        self._replaced.append(replaced)
-
-    def __exit__(self, *unused: object) -> None:
-        for part, name, buffer in self._replaced.pop():
-            part._buffers[name] = buffer
+def _from_host(kept: tuple[torch.device, Tensor]) -> Tensor:
+    device, copied = kept
+    return copied.to(device, non_blocking=True)

@@ -21,24 +21,6 @@ from tests.reference import assert_same_state, average_grads_, randn, sgd, train
 offloaded_or_not = pytest.mark.parametrize("offload_to_cpu", [False, True])
 
 
-@pytest.fixture(autouse=True)
-def _offload_on_the_cpu_too():
-    with copying_inputs():
-        yield
-
-
-def copying_inputs():
-    """Let ``offload_to_cpu`` copy tensors that are already in host memory, as if they were on a device."""
-    keep = checkpoint._Kept.__init__
-
-    def copying(self, tensor, offload):
-        keep(self, tensor, offload)
-        if offload:
-            self._is_copy, self._tensor = True, tensor.detach().clone()
-
-    return mock.patch.object(checkpoint._Kept, "__init__", copying)
-
-
 def same_gradients(plain, checkpointed, call, num_steps=2):
     """Losses, gradients and buffers of both modules must be equal, bit for bit, over some steps."""
     for step in range(num_steps):
@@ -80,13 +62,13 @@ def test_instance_norm_keeps_statistics_too():
 
 
 def test_activations_are_not_kept():
-    """Between forward and backward only tensors outside the module are kept; the forward runs twice."""
+    """Between forward and backward only the inputs are kept; the forward runs twice."""
     kept, calls = [], []
     model = checkpoint_wrapper(block(nn.Dropout(0.5)))
     model[0].register_forward_hook(lambda *_: calls.append(1))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
         loss = model(torch.randn(6, 4)).sum()
-    assert not any(kept)
+    assert set(kept) <= {0, 6 * 4}
     assert len(calls) == 1
     loss.backward()
     assert len(calls) == 2
@@ -181,7 +163,7 @@ def test_an_input_changed_in_place_is_noticed():
     x = torch.randn(6, 4)
     loss = checkpoint_wrapper(block())(x).sum()
     x.add_(1)
-    with pytest.raises(RuntimeError, match=r"must not change .* shape \(6, 4\) was modified in place"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
@@ -252,8 +234,7 @@ def test_around_and_inside_of_units(where, offload_to_cpu):
             model[index] = WRAPS[where](layer, offload_to_cpu)
         return FSDP(model)
 
-    with copying_inputs():
-        wrapped = train_alike(model, wrap, lambda model, key: model(randn(5, 6, key=key)).square().mean())
+    wrapped = train_alike(model, wrap, lambda model, key: model(randn(5, 6, key=key)).square().mean())
     copied = copy.deepcopy(wrapped)
     assert_same_state(copied.state_dict(), wrapped.state_dict())
     assert [type(part) for part in copied.modules()] == [type(part) for part in wrapped.modules()]
@@ -287,8 +268,7 @@ def test_with_options_of_units(kwargs):
         if checkpointed:
             checkpoint_wrapper(model.second)
             checkpoint_wrapper(wrapped)
-        with copying_inputs():
-            losses += losses_of(wrapped)
+        losses += losses_of(wrapped)
         state = wrapped.state_dict()
         assert list(state) == list(tiny().state_dict())
     assert losses[:3] == losses[3:]
@@ -315,12 +295,14 @@ def test_frozen_units():
 
 def test_random_numbers_of_a_gpu_that_inputs_are_moved_to_are_the_same_both_times():
     """Inputs from the host may be moved to a GPU, whose random state must be saved too."""
-    gpu = torch.device("meta")
-    inputs = checkpoint._Inputs((torch.ones(2),), {}, False)
-    with mock.patch.object(checkpoint, "accelerators_in_use", return_value=[]):
-        assert [tensor.device.type for tensor in inputs.on_each_device()] == ["cpu"]
-    with mock.patch.object(checkpoint, "accelerators_in_use", return_value=[gpu]):
-        assert [tensor.device.type for tensor in inputs.on_each_device()] == ["cpu", "meta"]
+    block = checkpoint_wrapper(nn.Linear(2, 2))
+    for gpus in ([], ["meta"]):
+        with (
+            mock.patch.object(checkpoint, "accelerators_in_use", return_value=gpus),
+            mock.patch.object(checkpoint, "checkpoint") as called,
+        ):
+            block(torch.ones(2))
+        assert [tensor.device.type for tensor in called.call_args.args[1:]] == ["cpu", *gpus]
 
 
 class Counting(nn.Linear):
