@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
-from fairshard.nn.data_parallel.in_place.methods import check_runs_now
 from fairshard.nn.data_parallel.in_place.module import FSDPModule, run_gathered
+from fairshard.nn.data_parallel.methods import check_runs_now
 
 
 def register_forward_method(module: FullyShardedDataParallel | FSDPModule, method_name: str) -> None:

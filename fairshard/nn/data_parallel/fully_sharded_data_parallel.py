@@ -18,16 +18,15 @@ from fairshard.engine.training_state import TrainingState
 from fairshard.engine.tree import UNIT_ATTRIBUTE, modules_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import ParameterShardedError, TrainingStateError
-from fairshard.nn.data_parallel.other_door import check_wrappable, wrapper_keywords
+from fairshard.nn.data_parallel.guards import check_wrappable, refuse_torch_functions, wrapper_keywords
+from fairshard.nn.data_parallel.methods import PLACEMENT, explaining, gathering, placement_of
 from fairshard.nn.data_parallel.running import NOT_IN_A_GRAPH, run
 from fairshard.nn.data_parallel.torch_state import mark_managed
 from fairshard.nn.data_parallel.wrapper.attributes import HIDEABLE, is_inside, option_of
 from fairshard.nn.data_parallel.wrapper.grads import GradMethods
 from fairshard.nn.data_parallel.wrapper.joining import JoinMethods
-from fairshard.nn.data_parallel.wrapper.methods import PLACEMENT, explaining, gathering, placement_of
 from fairshard.nn.data_parallel.wrapper.optim_state import OptimStateMethods
 from fairshard.nn.data_parallel.wrapper.prefetch import PrefetchMethods
-from fairshard.nn.data_parallel.wrapper.torch_functions import refuse_torch_functions
 from fairshard.params.grads import grads_of
 from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.settings.groups import Groups, find_groups

@@ -13,11 +13,11 @@ from fairshard.checks.leaf_writes import unpin
 from fairshard.checks.optimizer_check import watch_optimizers
 from fairshard.engine.tree import UNIT_ATTRIBUTE, is_wrapper, modules_of, unit_of, units_below
 from fairshard.engine.unit import Unit
+from fairshard.nn.data_parallel.guards import in_place_keywords, lacks_forward
 from fairshard.nn.data_parallel.in_place.loading import serve_state_dicts, watch_scalars
 from fairshard.nn.data_parallel.in_place.members import Members
 from fairshard.nn.data_parallel.in_place.module import FSDPModule, sharded_class
 from fairshard.nn.data_parallel.in_place.per_parameter import Placement, modules_elsewhere, placing
-from fairshard.nn.data_parallel.other_door import in_place_keywords, lacks_forward
 from fairshard.nn.data_parallel.torch_state import mark_managed, register
 from fairshard.settings.config import LateOptions, UnitConfig
 from fairshard.settings.data_mesh import DataMesh, DataParallelMeshDims

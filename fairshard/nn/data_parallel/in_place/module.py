@@ -22,9 +22,9 @@ from fairshard.engine.training_state import TrainingState
 from fairshard.engine.tree import units_below
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, TrainingStateError
+from fairshard.nn.data_parallel.guards import check_other_door
 from fairshard.nn.data_parallel.in_place.comm import CommMethods, check_flag
-from fairshard.nn.data_parallel.in_place.methods import ForwardMethod, explaining_methods
-from fairshard.nn.data_parallel.other_door import check_not_of_wrapper
+from fairshard.nn.data_parallel.methods import ForwardMethod, explaining_methods
 from fairshard.nn.data_parallel.running import NOT_IN_A_GRAPH, run
 from fairshard.nn.data_parallel.torch_state import TorchFSDPModule, register, without_torch_keys
 from fairshard.settings.mesh import check_mesh
@@ -256,7 +256,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         try:
             return super().__getattr__(name)
         except AttributeError:
-            check_not_of_wrapper(self, name)
+            check_other_door(name)
             raise
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

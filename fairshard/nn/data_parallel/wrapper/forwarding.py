@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fairshard.nn.data_parallel.other_door import check_not_of_in_place
+from fairshard.nn.data_parallel.guards import check_other_door
 
 _NOTHING = object()
 
@@ -25,7 +25,7 @@ class Forwarding(nn.Module):
         try:
             return self._find_inside(name)
         except AttributeError:
-            check_not_of_in_place(name)
+            check_other_door(name)
             raise
 
     def _find_inside(self, name: str) -> Any:

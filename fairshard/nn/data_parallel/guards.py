@@ -1,4 +1,4 @@
-"""Errors for arguments and methods of `FullyShardedDataParallel` used with `fully_shard`, and the other way round."""
+"""What the two entry points refuse: each other's arguments and names, containers, and torch's state dict functions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 
 from fairshard.engine.tree import is_wrapper
+from fairshard.engine.unit import Unit
+from fairshard.errors import ParameterShardedError
 from fairshard.utils.keywords import named_keywords
 from fairshard.utils.user_line import level_of_user
 
@@ -48,46 +50,39 @@ in_place_keywords = named_keywords(
 )
 """Decorator of `fully_shard` that names misspelt arguments, and those of the wrapper."""
 
-_OF_WRAPPER = {
-    "clip_grad_norm_": "Call `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`.",
-    "no_sync": "Call `model.set_requires_gradient_sync(False)`, and with True before the last backward of a step.",
-    "summon_full_params": "Read `param.full_tensor()` on all ranks, or call `model.unshard()` and then "
-    "`model.reshard()`.",
-    "module": "The model itself is the module.",
+_OF_WRAPPER, _OF_IN_PLACE = "an attribute of FullyShardedDataParallel", "a method of models sharded by fully_shard"
+_GUARDS = {
+    "clip_grad_norm_": (_OF_WRAPPER, "Call `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`."),
+    "no_sync": (
+        _OF_WRAPPER,
+        "Call `model.set_requires_gradient_sync(False)`, and with True before the last backward of a step.",
+    ),
+    "summon_full_params": (
+        _OF_WRAPPER,
+        "Read `param.full_tensor()` on all ranks, or call `model.unshard()` and then `model.reshard()`.",
+    ),
+    "module": (_OF_WRAPPER, "The model itself is the module."),
+    "set_requires_gradient_sync": (_OF_IN_PLACE, "Use `with model.no_sync():`."),
+    "set_is_last_backward": (_OF_IN_PLACE, "Use `with model.no_sync():` around all backwards but the last."),
+    "unshard": (_OF_IN_PLACE, "Read whole parameters inside `with model.summon_full_params():`."),
+    "reshard": (
+        _OF_IN_PLACE,
+        "The wrapper frees parameters by itself; see its argument `reshard_after_forward`.",
+    ),
+    "set_reshard_after_forward": (_OF_IN_PLACE, "Pass `reshard_after_forward` to the wrapper."),
 }
-_OF_IN_PLACE = {
-    "set_requires_gradient_sync": "Use `with model.no_sync():`.",
-    "set_is_last_backward": "Use `with model.no_sync():` around all backwards but the last.",
-    "unshard": "Read whole parameters inside `with model.summon_full_params():`.",
-    "reshard": "The wrapper frees parameters by itself; see its argument `reshard_after_forward`.",
-    "set_reshard_after_forward": "Pass `reshard_after_forward` to the wrapper.",
-}
+"""By name: the entry point whose modules have it, and the cure for those of the other one."""
 
 
-def check_not_of_wrapper(module: Any, name: str) -> None:
-    """Raise if ``name``, which ``module`` does not have after `fully_shard`, is a name of the wrapper.
+def check_other_door(name: str) -> None:
+    """Raise if ``name``, which a sharded module does not have, is a name of the other entry point.
 
     Raises:
         AttributeError: with the cure; so that ``hasattr`` is False.
     """
-    if name in _OF_WRAPPER:
-        raise AttributeError(
-            f"`{name}` is an attribute of FullyShardedDataParallel, but this {type(module).__name__} was sharded by "
-            f"fully_shard. {_OF_WRAPPER[name]}"
-        )
-
-
-def check_not_of_in_place(name: str) -> None:
-    """Raise if ``name``, which neither the wrapper nor its module has, is a method of modules after `fully_shard`.
-
-    Raises:
-        AttributeError: with the cure; so that ``hasattr`` is False.
-    """
-    if name in _OF_IN_PLACE:
-        raise AttributeError(
-            f"`{name}` is a method of models sharded by fully_shard, but this one is wrapped by "
-            f"FullyShardedDataParallel. {_OF_IN_PLACE[name]}"
-        )
+    if name in _GUARDS:
+        what, cure = _GUARDS[name]
+        raise AttributeError(f"`{name}` is {what}, but this model was sharded by the other entry point. {cure}")
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -118,4 +113,26 @@ def check_wrappable(module: Any) -> None:
             "A FullyShardedDataParallel around another one has no effect: it has no parameters of its own. Wrap the "
             "module once.",
             stacklevel=level_of_user(),
+        )
+
+
+def refuse_torch_functions(unit: Unit) -> None:
+    """Refuse ``torch.distributed.checkpoint.state_dict`` over the wrapper of ``unit``, unless its parameters are whole.
+
+    Its functions take the parameters that modules register for whole ones, or for DTensors; a wrapper registers this
+    rank's shards, whose optimizer state they would save as the whole. They look for ``_fqn_modifiers`` on each module
+    with children before they read or write anything, and nothing else does: there the wrapper calls this. All ranks
+    call these functions, so all ranks raise.
+
+    Raises:
+        ParameterShardedError: the result would hold this rank's shards in place of whole values.
+    """
+    if not all(flat_param.shows.keeps_shapes for flat_param in unit.flat_params):
+        raise ParameterShardedError(
+            "Functions of torch.distributed.checkpoint.state_dict must find whole parameters or DTensors, but "
+            f"FullyShardedDataParallel registers this rank's shards (unit `{unit.fqn or 'root'}`). Call "
+            "`model.state_dict()` and `model.load_state_dict(state)`; for an optimizer "
+            "`FullyShardedDataParallel.optim_state_dict(model, optimizer)` and "
+            "`FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state)`; or "
+            "`fairshard.checkpoint.save` and `load`."
         )
