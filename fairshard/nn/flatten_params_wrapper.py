@@ -219,11 +219,11 @@ class _Slot:
 
     def show(self, value: Tensor) -> None:
         """Give the modules ``value``: register a parameter; set a view as attribute, and None in its place."""
-        is_param = isinstance(value, nn.Parameter)
+        param = value if isinstance(value, nn.Parameter) else None
         for module, name in self.owners:
             module.__dict__.pop(name, None)
-            module._parameters[name] = value if is_param else None
-            if not is_param:
+            module._parameters[name] = param
+            if param is None:
                 module.__dict__[name] = value
             if isinstance(module, nn.RNNBase):  # it keeps a list of its weights
                 module._flat_weights[module._flat_weights_names.index(name)] = value

@@ -26,7 +26,6 @@ from fairshard.nn.data_parallel.wrapper.attributes import HIDEABLE, is_inside, o
 from fairshard.nn.data_parallel.wrapper.grads import GradMethods
 from fairshard.nn.data_parallel.wrapper.joining import JoinMethods
 from fairshard.nn.data_parallel.wrapper.optim_state import OptimStateMethods
-from fairshard.nn.data_parallel.wrapper.prefetch import PrefetchMethods
 from fairshard.params.grads import grads_of
 from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.settings.groups import Groups, find_groups
@@ -45,7 +44,7 @@ from fairshard.utils.graph_breaks import breaks_graph
 from fairshard.utils.names import join
 
 
-class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods, PrefetchMethods):
+class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods):
     """Shards the parameters of ``module``, their gradients and their optimizer state over data-parallel ranks.
 
     Each rank keeps ``1 / world_size`` of every parameter. The wrapper gathers whole parameters before its module

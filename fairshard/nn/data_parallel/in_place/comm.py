@@ -6,6 +6,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -61,10 +62,8 @@ class CommMethods(nn.Module):
             TrainingStateError: in the middle of a pass.
         """
         check_flag("requires_all_reduce", requires_all_reduce)
-        for unit in _units_of(self, recurse):
-            for flat_param in _routed(unit, "set_requires_all_reduce"):
-                flat_param.route.sums_replicas = requires_all_reduce
-                flat_param.follow_route()
+        for unit in units_of_module(self, recurse):
+            _reroute(unit, "set_requires_all_reduce", sums_replicas=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this module's gradients, over all ranks and replicas, by ``factor`` only.
@@ -79,9 +78,7 @@ class CommMethods(nn.Module):
             raise TypeError(f"`factor` must be a number to divide gradients by, but is {factor!r}.")
         if not (factor > 0 and math.isfinite(factor)):
             raise ValueError(f"`factor` must be positive and finite, to divide gradients by, but is {factor!r}.")
-        for flat_param in _routed(_unit_of(self), "set_gradient_divide_factor"):
-            flat_param.route.division = Division(1.0, float(factor))
-            flat_param.follow_route()
+        _reroute(_unit_of(self), "set_gradient_divide_factor", division=Division(1.0, float(factor)))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
@@ -124,9 +121,7 @@ class CommMethods(nn.Module):
             )
         if stream is not None and not hasattr(stream, "wait_event"):
             raise TypeError(f"`stream` must be a stream of the device, but is {stream!r}.")
-        for flat_param in _routed(unit, "set_all_reduce_hook"):
-            flat_param.route.hook = partial(_change, hook=hook, stream=stream)
-            flat_param.follow_route()
+        _reroute(unit, "set_all_reduce_hook", hook=partial(_change, hook=hook, stream=stream))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """No effect: a missing gradient always counts as zeros, so that ranks may use different parameters.
@@ -163,9 +158,8 @@ class CommMethods(nn.Module):
             ValueError: a parameter is placed by `Owned`.
             TrainingStateError: in the middle of a pass.
         """
-        for flat_param in _customizable(_unit_of(self), "set_custom_all_gather", comm):
-            flat_param.route.gather = partial(CustomGather, custom=comm)
-            flat_param.follow_route()
+        _check_customizable(_unit_of(self), "set_custom_all_gather", comm)
+        _reroute(_unit_of(self), "set_custom_all_gather", gather=partial(CustomGather, custom=comm))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Sum this module's gradients over the shard group through ``comm``, in a separate bucket.
@@ -179,9 +173,8 @@ class CommMethods(nn.Module):
             ValueError: a parameter is placed by `Owned`.
             TrainingStateError: in the middle of a pass.
         """
-        for flat_param in _customizable(_unit_of(self), "set_custom_reduce_scatter", comm):
-            flat_param.route.scatter = partial(CustomReduce, custom=comm)
-            flat_param.follow_route()
+        _check_customizable(_unit_of(self), "set_custom_reduce_scatter", comm)
+        _reroute(_unit_of(self), "set_custom_reduce_scatter", scatter=partial(CustomReduce, custom=comm))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Gather parameters and reduce gradients of this module in memory from the backend's allocator.
@@ -192,24 +185,22 @@ class CommMethods(nn.Module):
             TrainingStateError: in the middle of a pass.
         """
         check_flag("enable", enable)
-        unit = _unit_of(self)
-        flat_params = _routed(unit, "set_allocate_memory_from_process_group_for_comm")
-        if any(_is_custom(flat_param) for flat_param in flat_params):
+        unit, name = _unit_of(self), "set_allocate_memory_from_process_group_for_comm"
+        if any(_is_custom(flat_param) for flat_param in unit.flat_params):
             raise OptionsExcludeError(
                 "Custom communication cannot use memory of the process group, because it has its own `allocate`, but "
                 f"unit `{unit.fqn or 'root'}` has both. Allocate from the group in `allocate`."
             )
-        check_none_owned(flat_params if enable else [], "set_allocate_memory_from_process_group_for_comm")
+        if not enable:
+            _reroute(unit, name, gather=None, scatter=None)
+            return
+        check_none_owned(unit.flat_params, name)
         group = unit.groups.shard.resolve()
-        for flat_param in flat_params:
-            shown = flat_param.shows
-            if enable:
-                on_accelerator = isinstance(shown, ShownDTensors) and shown.mesh.device_type != "cpu"
-                check_allocates(group, current_device() if on_accelerator else torch.device("cpu"))
-            route = flat_param.route
-            route.gather = partial(CustomGather, custom=GroupAllGather(group)) if enable else None
-            route.scatter = partial(CustomReduce, custom=GroupReduceScatter(group)) if enable else None
-            flat_param.follow_route()
+        for shown in [flat_param.shows for flat_param in unit.flat_params]:
+            on_accelerator = isinstance(shown, ShownDTensors) and shown.mesh.device_type != "cpu"
+            check_allocates(group, current_device() if on_accelerator else torch.device("cpu"))
+        gather, scatter = GroupAllGather(group), GroupReduceScatter(group)
+        _reroute(unit, name, gather=partial(CustomGather, custom=gather), scatter=partial(CustomReduce, custom=scatter))
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Not supported: always raises.
@@ -236,12 +227,12 @@ class CommMethods(nn.Module):
             TrainingStateError: in the middle of a pass.
         """
         check_flag("enable", enable)
-        for unit in _units_of(self, recurse):
-            flat_params = _routed(unit, "set_separate_reduce_scatter_group")
+        for unit in units_of_module(self, recurse):
+            _check_idle(unit, "set_separate_reduce_scatter_group")
             shard = unit.groups.shard
             group = _twin(shard.resolve()) if enable and shard.world_size > 1 else None
             unit.groups.reduce = None if group is None else SavedGroup(group, shard.rank, shard.world_size)
-            for flat_param in flat_params:
+            for flat_param in unit.flat_params:
                 if flat_param.comm is not None:
                     flat_param.communicate_in(unit.groups.communicators())
 
@@ -288,30 +279,39 @@ def _unit_of(module: nn.Module) -> Unit:
     return unit
 
 
-def _units_of(module: nn.Module, recurse: bool) -> list[Unit]:
+def units_of_module(module: nn.Module, recurse: bool) -> list[Unit]:
+    """The unit of ``module``, and with ``recurse`` all below it.
+
+    Raises:
+        ValueError: ``recurse`` is not a bool.
+    """
     check_flag("recurse", recurse)
     return [unit for _, unit in units_below(module)] if recurse else [_unit_of(module)]
 
 
-def _routed(unit: Unit, method: str) -> list[FlatParam]:
-    """The flat params of ``unit`` whose route ``method`` will change; raises in the middle of a pass."""
+def _check_idle(unit: Unit, method: str) -> None:
     if unit.root is not None:
         assert_idle(unit.root, method)
-    return list(unit.flat_params)
 
 
-def _customizable(unit: Unit, method: str, comm: Any) -> list[FlatParam]:
-    """Like `_routed`, but first checks that ``comm`` can be used."""
+def _reroute(unit: Unit, method: str, **fields: Any) -> None:
+    """Set ``fields`` of the routes of ``unit``, by ``method``; raises in the middle of a pass."""
+    _check_idle(unit, method)
+    for flat_param in unit.flat_params:
+        flat_param.route = replace(flat_param.route, **fields)
+        flat_param.follow_route()
+
+
+def _check_customizable(unit: Unit, method: str, comm: Any) -> None:
+    """Check that ``comm`` can be used for the communication of ``unit``, by ``method``."""
     if not callable(comm) or not callable(getattr(comm, "allocate", None)):
         raise TypeError(f"`comm` must have `__call__` and `allocate`, but is {comm!r}.")
-    flat_params = _routed(unit, method)
-    check_none_owned(flat_params, method)
-    if any(map(_uses_group_memory, flat_params)):
+    check_none_owned(unit.flat_params, method)
+    if any(map(_uses_group_memory, unit.flat_params)):
         raise OptionsExcludeError(
             f"`{method}` cannot be combined with memory of the process group, but unit `{unit.fqn or 'root'}` uses "
             "it. Call set_allocate_memory_from_process_group_for_comm(False) first."
         )
-    return flat_params
 
 
 def _is_custom(flat_param: FlatParam) -> bool:

@@ -23,7 +23,7 @@ from fairshard.engine.tree import units_below
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, TrainingStateError
 from fairshard.nn.data_parallel.guards import check_other_door
-from fairshard.nn.data_parallel.in_place.comm import CommMethods, check_flag
+from fairshard.nn.data_parallel.in_place.comm import CommMethods, check_flag, units_of_module
 from fairshard.nn.data_parallel.methods import ForwardMethod, explaining_methods
 from fairshard.nn.data_parallel.running import NOT_IN_A_GRAPH, run
 from fairshard.nn.data_parallel.torch_state import TorchFSDPModule, register, without_torch_keys
@@ -148,9 +148,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         Raises:
             ValueError: ``reshard_after_backward`` is not a bool.
         """
-        check_flag("reshard_after_backward", reshard_after_backward)
-        for unit in _units_of(self, recurse):
-            unit.reshard_after_backward = reshard_after_backward
+        self._fairshard_set("reshard_after_backward", reshard_after_backward, recurse)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: do not gather in the backward, because no gradient of this module needs its parameters (embeddings).
@@ -158,8 +156,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         Raises:
             ValueError: ``unshard_in_backward`` is not a bool.
         """
-        check_flag("unshard_in_backward", unshard_in_backward)
-        self._fairshard_unit.unshard_in_backward = unshard_in_backward
+        self._fairshard_set("unshard_in_backward", unshard_in_backward, recurse=False)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:  # type: ignore[override]
         """Gather ``modules`` when this one's forward starts, instead of the unit that followed in the last pass.
@@ -183,9 +180,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         Raises:
             ValueError: ``enable`` is not a bool.
         """
-        check_flag("enable", enable)
-        for unit in _units_of(self, recurse):
-            unit.predicts_forward = enable
+        self._fairshard_set("enable", enable, recurse, "predicts_forward")
 
     # ---- gradients
 
@@ -204,9 +199,12 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         Raises:
             ValueError: ``requires_gradient_sync`` is not a bool.
         """
-        check_flag("requires_gradient_sync", requires_gradient_sync)
-        for unit in _units_of(self, recurse):
-            unit.sync = requires_gradient_sync
+        self._fairshard_set("requires_gradient_sync", requires_gradient_sync, recurse, "sync")
+
+    def _fairshard_set(self, argument: str, value: bool, recurse: bool, attribute: str = "") -> None:
+        check_flag(argument, value)
+        for unit in units_of_module(self, recurse):
+            setattr(unit, attribute or argument, value)
 
     def reset_iter_state(self) -> None:
         """Drop the state of a forward or backward that raised; the next forward also does so.
@@ -231,7 +229,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
             TrainingStateError: in the middle of a pass.
         """
         check_mesh(mesh)
-        units = _units_of(self, recurse=True)
+        units = units_of_module(self, recurse=True)
         for unit in units:
             if unit.root is not None:
                 assert_idle(unit.root, "set_device_mesh")
@@ -276,7 +274,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FSDPModule:
         refuse_sharing(fn)
-        for unit in _units_of(self, recurse):  # check before anything changes
+        for unit in units_of_module(self, recurse):  # check before anything changes
             check_conversion(unit, fn)
             if unit.state is not TrainingState.FORWARD:
                 unpin(unit)
@@ -321,10 +319,6 @@ def showing_shards(units: Sequence[tuple[str, Unit]]) -> Iterator[None]:
 def root_of(module: FSDPModule) -> Root:
     """The root of the unit of ``module``; if it has none, `claim` makes ``module`` the outermost module."""
     return module._fairshard_unit.root or claim(module)
-
-
-def _units_of(module: FSDPModule, recurse: bool) -> list[Unit]:
-    return [unit for _, unit in units_below(module)] if recurse else [module._fairshard_unit]
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

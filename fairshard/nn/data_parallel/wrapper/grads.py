@@ -1,20 +1,22 @@
-"""A wrapper's methods to configure how gradients are reduced, and to clip them."""
+"""A wrapper's methods for its backwards: how gradients are reduced and clipped, and what is gathered ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fairshard.checks.order_check import OrderCheck
 from fairshard.checks.usage import assert_idle
 from fairshard.engine.tree import units_below
+from fairshard.errors import TrainingStateError
 from fairshard.nn.comm_hooks import LOW_PRECISION_HOOKS
 from fairshard.nn.data_parallel.wrapper.state import StateMethods
 from fairshard.optim.grad_norm import clip_grad_norm_
 from fairshard.settings.fsdp1 import ShardingStrategy
+from fairshard.setup.arguments import units_of
 from fairshard.utils.buckets import Division
 from fairshard.utils.graph_breaks import untraced
 from fairshard.utils.hook_bucket import HookKind
@@ -23,7 +25,7 @@ from fairshard.views.owned import check_none_owned
 
 
 class GradMethods(StateMethods):
-    """Methods of a wrapper for the reduction and clipping of gradients."""
+    """Methods of a wrapper for the reduction and clipping of gradients, and for gathering ahead."""
 
     @untraced
     @contextmanager
@@ -127,6 +129,49 @@ class GradMethods(StateMethods):
             for flat_param in unit.flat_params:
                 flat_param.route.division = Division(float(pre), float(post))
                 flat_param.follow_route()
+
+    # ---- gathering ahead
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather ``modules``, wrappers of the same model, when this one's forward starts; an empty list undoes it.
+
+        They replace the unit that followed in the last pass. All ranks must name the same modules.
+
+        Raises:
+            TypeError: ``modules`` is not a list of wrappers.
+        """
+        self._unit.ahead_in_forward = units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather ``modules``, wrappers of the same model, when the backward reaches this one; an empty list undoes it.
+
+        They replace the unit that the backward would reach next. They are gathered before this one computes its
+        gradients, or after it with ``BACKWARD_POST``. All ranks must name the same modules.
+
+        Raises:
+            TypeError: ``modules`` is not a list of wrappers.
+        """
+        self._unit.ahead_in_backward = units_of(modules)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """False: more backwards of the same forwards follow the next one, and may reach units that it does not.
+
+        Units gathered ahead but not reached stay gathered, and the recorded order is kept, until True is set. Gradients
+        are reduced as usual. Call it on the outermost wrapper, after its first forward.
+
+        Raises:
+            TypeError: ``is_last_backward`` is not True or False.
+            TrainingStateError: no forward has run.
+        """
+        if not isinstance(is_last_backward, bool):
+            raise TypeError(f"`is_last_backward` must be True or False, but is {is_last_backward!r}.")
+        root = self._unit.root
+        if root is None:
+            raise TrainingStateError(
+                "`set_is_last_backward` must be called between a forward and its backward, but no forward has "
+                "run. Call it after a forward."
+            )
+        root.is_last_backward = is_last_backward
 
 
 _LOW_PRECISION = {hook.__name__ for hook in LOW_PRECISION_HOOKS}  # PyTorch's hooks have the same names
