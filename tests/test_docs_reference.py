@@ -6,11 +6,13 @@ import pickle
 import re
 import sys
 import traceback
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import fairshard.errors
+from fairshard.settings.config import Options
 
 DOCS = Path(__file__).parents[1] / "docs"
 sys.path.insert(0, str(DOCS))
@@ -138,6 +140,8 @@ def test_messages_on_the_page_of_errors_are_in_the_source():
     package = Path(fairshard.errors.__file__).parent
     source = "".join(path.read_text() for path in package.rglob("*.py"))
     joined = re.sub(r'"\s*f?"', "", source)
+    checks = [(field.name, check) for field in fields(Options) for check in field.metadata.get("checks", ())]
+    joined += "".join(f"`{name}` must be {check.words}" for name, check in checks)
     for words in quoted:
         assert words.partition("=...")[0] in joined, words
 

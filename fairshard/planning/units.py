@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from fairshard.planning.choice import Chooser, ModuleTree
 from fairshard.planning.padding import PaddingRow
 from fairshard.planning.policies import wrapper_config
 from fairshard.planning.summary import FlatSizes, UnitRow, unit_lines, unit_row
-from fairshard.settings.config import UnitConfig
+from fairshard.settings.config import Options, UnitConfig
 from fairshard.settings.fsdp1 import ShardingStrategy
 from fairshard.settings.resolve import resolve
 from fairshard.setup.ignored import renewed
@@ -29,7 +28,7 @@ from fairshard.utils.nested import apply_to_tensors
 from fairshard.utils.ragged_layout import RaggedLayout
 from fairshard.utils.user_line import level_of_user
 
-_CONFIGURED = frozenset(inspect.signature(resolve).parameters)
+_CONFIGURED = frozenset(field.name for field in fields(Options))
 _FULL_PRECISION = {"mixed_precision": False, "compute_dtype": None, "buffer_dtype": None, "fp32_reduce_scatter": False}
 
 

@@ -8,7 +8,7 @@ Source: PyTorch's FSDP, for names and defaults.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum, auto
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fairshard.params.rule import BackwardPrefetch as BackwardPrefetch
+from fairshard.settings.check import DTYPE, FLAG, FLOATING, Check, check_fields, must
 
 
 class ShardingStrategy(Enum):
@@ -58,6 +59,15 @@ class CPUOffload:
     offload_params: bool = False
 
 
+def _are_classes(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(
+        isinstance(kind, type) and issubclass(kind, nn.Module) for kind in value
+    )
+
+
+_CLASSES = Check(_are_classes, "a tuple of module classes")
+
+
 @dataclass(frozen=True)
 class MixedPrecision:
     """Dtypes of compute, gradients and buffers; shards and optimizer state keep the dtype of the wrapped module.
@@ -72,29 +82,16 @@ class MixedPrecision:
         _module_classes_to_ignore: modules that ``auto_wrap_policy`` wraps separately, without mixed precision.
     """
 
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    buffer_dtype: torch.dtype | None = None
-    keep_low_precision_grads: bool = False
-    cast_forward_inputs: bool = False
-    cast_root_forward_inputs: bool = True
-    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
+    param_dtype: torch.dtype | None = field(default=None, metadata=must(DTYPE, FLOATING))
+    reduce_dtype: torch.dtype | None = field(default=None, metadata=must(DTYPE, FLOATING))
+    buffer_dtype: torch.dtype | None = field(default=None, metadata=must(DTYPE, FLOATING))
+    keep_low_precision_grads: bool = field(default=False, metadata=must(FLAG))
+    cast_forward_inputs: bool = field(default=False, metadata=must(FLAG))
+    cast_root_forward_inputs: bool = field(default=True, metadata=must(FLAG))
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = field(default=(_BatchNorm,), metadata=must(_CLASSES))
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-            dtype = getattr(self, name)
-            if not isinstance(dtype, (torch.dtype, type(None))):
-                raise TypeError(f"`{name}` must be a floating dtype or None, but is {dtype!r}. Pass torch.bfloat16.")
-            if dtype is not None and not dtype.is_floating_point:
-                raise ValueError(f"`{name}` must be a floating dtype or None, but is {dtype!r}. Pass torch.bfloat16.")
-        for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"`{name}` must be True or False, but is {getattr(self, name)!r}.")
-        ignored = self._module_classes_to_ignore
-        if not isinstance(ignored, (tuple, list)) or not all(
-            isinstance(kind, type) and issubclass(kind, nn.Module) for kind in ignored
-        ):
-            raise TypeError(f"`_module_classes_to_ignore` must be a tuple of module classes, but is {ignored!r}.")
+        check_fields(self)
 
 
 Option = TypeVar("Option", ShardingStrategy, BackwardPrefetch, CPUOffload, MixedPrecision)
@@ -109,18 +106,3 @@ def adopt(value: Any, cls: type[Option]) -> Any:
         return cls[value.name]
     names = {field.name for field in fields(cls)}
     return cls(**{name: getattr(value, name) for name in names if hasattr(value, name)})
-
-
-_ELSEWHERE = {
-    "MixedPrecisionPolicy": "It is for fully_shard: pass `MixedPrecision(param_dtype=..., reduce_dtype=...)` here.",
-    "CPUOffloadPolicy": "It is for fully_shard: pass `cpu_offload=True` here.",
-    "OffloadPolicy": "It is for fully_shard: leave it out here.",
-    "MixedPrecision": "It is for FullyShardedDataParallel: pass `MixedPrecisionPolicy(param_dtype=..., "
-    "reduce_dtype=...)` here.",
-    "CPUOffload": "It is for FullyShardedDataParallel: pass `CPUOffloadPolicy()` here.",
-}
-
-
-def elsewhere(value: Any) -> str:
-    """The argument to pass in place of ``value``, if that is an option object of the other API; otherwise empty."""
-    return _ELSEWHERE.get(type(value).__name__, "")

@@ -7,12 +7,13 @@ Source: PyTorch's FSDP2, for names and defaults.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
-from fairshard.settings.fsdp1 import MixedPrecision, elsewhere
+from fairshard.settings.check import DTYPE, FLAG, FLOATING, check_fields, elsewhere, must
+from fairshard.settings.fsdp1 import MixedPrecision
 
 
 @dataclass(frozen=True)
@@ -26,19 +27,13 @@ class MixedPrecisionPolicy:
         cast_forward_inputs: floating inputs of each sharded module are cast to ``param_dtype``.
     """
 
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
+    param_dtype: torch.dtype | None = field(default=None, metadata=must(DTYPE, FLOATING))
+    reduce_dtype: torch.dtype | None = field(default=None, metadata=must(DTYPE, FLOATING))
+    output_dtype: torch.dtype | None = field(default=None, metadata=must(DTYPE, FLOATING))
+    cast_forward_inputs: bool = field(default=True, metadata=must(FLAG))
 
     def __post_init__(self) -> None:
-        if not isinstance(self.cast_forward_inputs, bool):
-            raise TypeError(f"`cast_forward_inputs` must be True or False, but is {self.cast_forward_inputs!r}.")
-        if not isinstance(self.output_dtype, (torch.dtype, type(None))):
-            raise TypeError(f"`output_dtype` must be a floating dtype or None, but is {self.output_dtype!r}.")
-        if self.output_dtype is not None and not self.output_dtype.is_floating_point:
-            raise ValueError(f"`output_dtype` must be a floating dtype or None, but is {self.output_dtype}.")
-        self.precision  # noqa: B018 (checks the other two)
+        check_fields(self)
 
     @property
     def precision(self) -> MixedPrecision:

@@ -237,7 +237,7 @@ def _describe_as_fairscale(path: str, unit: Unit, wrapper: nn.Module) -> dict[st
     return {
         "fsdp_path": path,
         "params": params,
-        "no_broadcast_optim_state": unit.config.late.no_broadcast_optim_state,
+        "no_broadcast_optim_state": unit.config.no_broadcast_optim_state,
         "shared_param_info": shared,
     }
 

@@ -29,7 +29,7 @@ KINDS = {
 
 def keep_across_passes(model):
     for _, unit in units_below(model):
-        unit.config = replace(unit.config, late=replace(unit.config.late, keeps_across_passes=True))
+        unit.config = replace(unit.config, keeps_across_passes=True)
     return model
 
 

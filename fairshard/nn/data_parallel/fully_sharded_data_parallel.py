@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from fairshard.nn.data_parallel.wrapper.optim_state import OptimStateMethods
 from fairshard.params.grads import grads_of
 from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.settings.groups import Groups, find_groups
-from fairshard.settings.resolve import late_options, offload_of, resolve
+from fairshard.settings.resolve import host_or, offload_of, resolve
 from fairshard.setup.construction import make_ready, resolve_construction
 from fairshard.setup.conversion import check_conversion
 from fairshard.setup.ignored import resolve_ignored
@@ -173,15 +174,6 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods):
         super().__init__()
         check_wrappable(module)
         first = next(module.parameters(), None)
-        late = late_options(
-            disable_reshard_on_root=disable_reshard_on_root,
-            state_dict_device=state_dict_device,
-            compute_device=torch.device("cpu") if first is None else first.device,
-            state_dict_on_rank_0_only=state_dict_on_rank_0_only,
-            no_broadcast_optim_state=no_broadcast_optim_state,
-            clear_autocast_cache=clear_autocast_cache,
-            verbose=verbose,
-        )
         settings: dict[str, Any] = {
             "reshard_after_forward": reshard_after_forward,
             "mixed_precision": mixed_precision,
@@ -201,8 +193,14 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods):
             "use_orig_params": use_orig_params,
             "order_check": order_check,
             "nan_check": nan_check,
+            "disable_reshard_on_root": disable_reshard_on_root,
+            "state_dict_device": host_or(torch.device("cpu") if first is None else first.device, state_dict_device),
+            "state_dict_on_rank_0_only": state_dict_on_rank_0_only,
+            "no_broadcast_optim_state": no_broadcast_optim_state,
+            "clear_autocast_cache": clear_autocast_cache,
+            "verbose": verbose,
         }
-        config = self._fairshard_config = resolve(**settings, late=late)
+        config = self._fairshard_config = resolve(**settings)
         check_placement(placement_fn, use_orig_params)
         groups = find_groups(config.sharding_strategy, process_group, device_mesh, process_group_reduce_scatter)
         how = resolve_construction(param_init_fn, device_id, compute_device, sync_module_states)
@@ -215,12 +213,6 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods):
                 "process_group": process_group,
                 "device_mesh": device_mesh,
                 "process_group_reduce_scatter": process_group_reduce_scatter,
-                "disable_reshard_on_root": disable_reshard_on_root,
-                "state_dict_device": state_dict_device,
-                "state_dict_on_rank_0_only": state_dict_on_rank_0_only,
-                "no_broadcast_optim_state": no_broadcast_optim_state,
-                "clear_autocast_cache": clear_autocast_cache,
-                "verbose": verbose,
                 "param_init_fn": param_init_fn,
                 "device_id": device_id,
                 "compute_device": compute_device,
@@ -258,9 +250,10 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods):
         for fqn, inner in units_below(self):
             place(inner, fqn)
             inner.is_inner = inner is not unit
-            inner.state_dict_settings = late.settings() or inner.state_dict_settings
+            if config.sets_state_dicts:
+                inner.state_dict_settings = config.state_dict_settings()
             if inner.groups.is_alone and not groups.is_alone:
-                inner.config = inner.config.keeping_optim_state()
+                inner.config = replace(inner.config, no_broadcast_optim_state=True)
 
     @breaks_graph(NOT_IN_A_GRAPH)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -270,7 +263,7 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods):
     @breaks_graph(NOT_IN_A_GRAPH)
     def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outputs = run(self, self._unit, function, args, kwargs)
-        if self._fairshard_config.late.clear_autocast_cache:
+        if self._fairshard_config.clear_autocast_cache:
             torch.clear_autocast_cache()
         return outputs
 

@@ -19,7 +19,7 @@ from fairshard.nn.data_parallel.in_place.members import Members
 from fairshard.nn.data_parallel.in_place.module import FSDPModule, sharded_class
 from fairshard.nn.data_parallel.in_place.per_parameter import Placement, modules_elsewhere, placing
 from fairshard.nn.data_parallel.torch_state import mark_managed, register
-from fairshard.settings.config import LateOptions, UnitConfig
+from fairshard.settings.config import UnitConfig
 from fairshard.settings.data_mesh import DataMesh, DataParallelMeshDims
 from fairshard.settings.fsdp1 import ShardingStrategy
 from fairshard.settings.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, adopt_policy
@@ -242,10 +242,7 @@ def _config(reshard: Any, data: DataMesh, **settings: Any) -> UnitConfig:
     return resolve(
         reshard_after_forward=reshard,
         sharding_strategy=strategy,
-        fp32_reduce_scatter=False,
-        flatten_parameters=True,
-        compute_dtype=None,
-        move_grads_to_cpu=None,
-        late=LateOptions(disable_reshard_on_root=keeps_root, keeps_across_passes=True),
+        disable_reshard_on_root=keeps_root,
+        keeps_across_passes=True,
         **settings,
     )

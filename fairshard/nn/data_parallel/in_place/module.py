@@ -137,9 +137,9 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
             ValueError: ``reshard_after_forward`` is not a bool.
         """
         check_flag("reshard_after_forward", reshard_after_forward)
-        for unit in _units_of(self, recurse):
+        for unit in units_of_module(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
-            unit.config = replace(unit.config, late=replace(unit.config.late, disable_reshard_on_root=False))
+            unit.config = replace(unit.config, disable_reshard_on_root=False)
             unit.rule = unit.config.rule
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:

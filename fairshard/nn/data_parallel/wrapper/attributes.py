@@ -18,7 +18,7 @@ from fairshard.engine.training_state import TrainingState
 from fairshard.engine.tree import UNIT_ATTRIBUTE, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.nn.data_parallel.wrapper.forwarding import Forwarding
-from fairshard.settings.config import LateOptions, UnitConfig
+from fairshard.settings.config import UnitConfig
 from fairshard.settings.groups import MISSING, Groups, UnitGroups
 
 
@@ -32,9 +32,9 @@ class UnitAttributes(Forwarding):
         own = ["rank", "world_size", "reshard_after_forward", "mixed_precision", "fp32_reduce_scatter"]
         own += ["flatten_parameters", "cpu_offload", "compute_dtype", "move_grads_to_cpu", "bucket_cap_mb"]
         config = self._fairshard_config
-        values = {**vars(config), **vars(config.late), "rank": self.rank, "world_size": self.world_size}
-        if config.late.verbose:
-            own += [name for name in values if name not in (*own, "late")]
+        values = {**vars(config), "rank": self.rank, "world_size": self.world_size}
+        if config.verbose:
+            own += [name for name in values if name not in own]
         return ", ".join(f"{name}={values[name]}" for name in own)
 
     @property
@@ -67,7 +67,7 @@ class UnitAttributes(Forwarding):
     def no_broadcast_optim_state(self) -> bool:
         """Whether optimizer state stays on this rank: as passed, or True for an inner unit on a group of one rank."""
         config: UnitConfig = self._unit.config
-        return config.late.no_broadcast_optim_state
+        return config.no_broadcast_optim_state
 
     @property
     def flatten_parameters(self) -> Any:
@@ -143,7 +143,7 @@ def option_of(wrapper: UnitAttributes, name: str) -> Any:
         return config
     if name == "move_params_to_cpu":
         return config.cpu_offload
-    return getattr(config.late if name in _LATE else config, name)
+    return getattr(config, name)
 
 
 def is_inside(wrapper: UnitAttributes, name: str) -> bool:
@@ -162,9 +162,11 @@ _FAIRSCALE = {
     *("reshard_after_forward", "mixed_precision", "fp32_reduce_scatter", "flatten_parameters", "cpu_offload"),
     *("compute_dtype", "move_grads_to_cpu", "bucket_cap_mb"),
 }
-_LATE = {field.name for field in fields(LateOptions)}
-_OWN = {field.name for field in fields(UnitConfig)} - {"late"}
-HIDEABLE = (_OWN | _LATE | {"config", "move_params_to_cpu"}) - _FAIRSCALE - {"no_broadcast_optim_state"}
+HIDEABLE = (
+    ({field.name for field in fields(UnitConfig)} | {"config", "move_params_to_cpu"})
+    - _FAIRSCALE
+    - {"no_broadcast_optim_state"}
+)
 """Names that the wrapper answers only if the wrapped module does not."""
 for _name in _FAIRSCALE - {"flatten_parameters"}:
     _get = operator.attrgetter(f"_fairshard_config.{_name}")
