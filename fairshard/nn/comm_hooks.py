@@ -1,4 +1,4 @@
-"""Gradient communication hooks for `FullyShardedDataParallel.register_comm_hook`.
+"""Gradient communication hooks for `FullyShardedDataParallel.register_comm_hook`, over PyTorch's.
 
 A hook reduces and averages the gradient of one flat parameter:
 
@@ -6,23 +6,22 @@ A hook reduces and averages the gradient of one flat parameter:
   ``[world_size * S]``; the hook fills ``shard`` ``[S]`` with this rank's piece of the mean;
 - ``hook(state, grad)`` under ``NO_SHARD``: the hook replaces ``grad`` with the mean, in place.
 
-PyTorch's hooks (``torch.distributed.algorithms._comm_hooks``) have the same form and can be passed unchanged.
-
-Source: PyTorch's FSDP, for the names.
+Compressing hooks add gradients in the dtype in which they send them, on every backend. PyTorch's own
+(``torch.distributed.algorithms._comm_hooks``) can be passed too, but need an accelerator.
 """
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.algorithms._comm_hooks.default_hooks import allreduce_hook, reduce_scatter_hook
 
-from fairshard.utils.collectives import Communicator, exchange_tag
-from fairshard.utils.groups import communicator, default_group
+from fairshard.utils.groups import default_group
 
 __all__ = [
+    "LOW_PRECISION_HOOKS",
     "DefaultState",
     "LowPrecisionState",
     "allreduce_hook",
@@ -32,58 +31,18 @@ __all__ = [
 ]
 
 
-class DefaultState:
-    """State of the hooks below: the group, and the divisors before and after the sum.
-
-    The first divisor is a power of 2 near the square root of the number of ranks, which keeps both the gradients and
-    their sum in the range of fp16.
-    """
+class DefaultState(default_hooks.DefaultState):
+    """State of the hooks: the group, all ranks if None, and the divisors before and after the sum."""
 
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
-        self.process_group = default_group() if process_group is None else process_group
-        self.world_size = self.process_group.size()
-        powers = (2.0**exponent for exponent in itertools.count())
-        self.gradient_predivide_factor = next(f for f in powers if self.world_size % f or f * f >= self.world_size)
-        self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
-        self._id: int | None = None
-        self._uses = 0
-
-    def _comm(self) -> Communicator:
-        comm = communicator(self.process_group)
-        if self._id is None:
-            self._id = comm.new_id()
-        return comm
-
-    def _tag(self) -> int:
-        self._uses += 1
-        assert self._id is not None
-        return exchange_tag("reduce_scatter", self._id, self._uses)
+        super().__init__(process_group or default_group())
 
 
-class LowPrecisionState(DefaultState):
+class LowPrecisionState(default_hooks.LowPrecisionState):
     """State of hooks that send gradients in a lower precision than ``parameter_type``, the shards' dtype."""
 
     def __init__(self, process_group: ProcessGroup | None = None, parameter_type: torch.dtype = torch.float32) -> None:
-        super().__init__(process_group)
-        self.parameter_type = parameter_type
-
-
-def allreduce_hook(state: DefaultState, grad: Tensor) -> None:
-    """Replace ``grad`` with its mean over ranks. **Collective.**"""
-    comm = state._comm()
-    grad.div_(state.gradient_predivide_factor)
-    total = comm.sum_over_ranks(grad, state._tag()).wait()
-    assert total is not None
-    grad.copy_(total.div_(state.gradient_postdivide_factor))
-
-
-def reduce_scatter_hook(state: DefaultState, grad: Tensor, output: Tensor) -> None:
-    """Fill ``output`` with this rank's piece of the mean of ``grad``. **Collective.**"""
-    comm = state._comm()
-    grad.div_(state.gradient_predivide_factor)
-    total = comm.reduce_scatter(grad.view(comm.world_size, -1), state._tag()).wait()
-    assert total is not None
-    output.copy_(total.div_(state.gradient_postdivide_factor))
+        super().__init__(process_group or default_group(), parameter_type)  # type: ignore[no-untyped-call]
 
 
 def fp16_compress_hook(state: LowPrecisionState, grad: Tensor, output: Tensor | None = None) -> None:
@@ -102,7 +61,9 @@ def _compressed(dtype: torch.dtype, state: LowPrecisionState, grad: Tensor, outp
         allreduce_hook(state, narrow)
         grad.copy_(narrow)
     else:
-        reduce_scatter_hook(state, narrow, output)
+        part = output.new_empty(output.shape, dtype=dtype)
+        reduce_scatter_hook(state, narrow, part)
+        output.copy_(part)
 
 
 LOW_PRECISION_HOOKS = [fp16_compress_hook, bf16_compress_hook]
