@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -23,13 +23,17 @@ Groups = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
 MISSING = "MISSING"
 
 
+@dataclass(eq=False)
 class SavedGroup:
-    """The group that a shard was cut for; after unpickling, ``group`` is None until it is set or resolved."""
+    """The group that a shard was cut for; after unpickling, ``group`` is None until it is set or resolved.
 
-    def __init__(self, group: ProcessGroup | None, rank: int, world_size: int) -> None:
-        self.group = group
-        self.rank = rank
-        self.world_size = world_size
+    ``is_own``: that of this rank alone, for parameters that are not sharded.
+    """
+
+    group: ProcessGroup | None
+    rank: int
+    world_size: int
+    is_own: bool = False
 
     def resolve(self) -> ProcessGroup:
         """The group; after unpickling, the one that was set or the default group.
@@ -37,7 +41,7 @@ class SavedGroup:
         Raises:
             ValueError: its size, or this process's rank in it, differs from the shard's.
         """
-        group = self.group or default_group()
+        group = group_of_one() if self.is_own else self.group or default_group()
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         if (rank, world_size) != (self.rank, self.world_size):
             raise ValueError(
@@ -49,28 +53,10 @@ class SavedGroup:
         return group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SavedGroup:
-        return SavedGroup(self.group, self.rank, self.world_size)
+        return replace(self)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SavedGroup, (None, self.rank, self.world_size)
-
-
-class OwnRank(SavedGroup):
-    """The group of this rank alone, for parameters that are not sharded."""
-
-    def __init__(self) -> None:
-        super().__init__(None, 0, 1)
-
-    def resolve(self) -> ProcessGroup:
-        """The group of this rank alone."""
-        self.group = group_of_one()
-        return self.group
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OwnRank:
-        return OwnRank()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OwnRank, ()
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "group": None}
 
 
 @dataclass
@@ -84,7 +70,7 @@ class UnitGroups:
     @property
     def main(self) -> SavedGroup:
         """The group shown to users: the shard group, or the replicas if the unit is not sharded."""
-        return self.replicas if isinstance(self.shard, OwnRank) and self.replicas is not None else self.shard
+        return self.replicas if self.shard.is_own and self.replicas is not None else self.shard
 
     @property
     def is_alone(self) -> bool:
@@ -94,7 +80,7 @@ class UnitGroups:
     @property
     def is_pair(self) -> bool:
         """Whether the unit is sharded over some ranks and replicated over others."""
-        return self.replicas is not None and not isinstance(self.shard, OwnRank)
+        return self.replicas is not None and not self.shard.is_own
 
     def set(self, group: Groups) -> None:
         """Use ``group`` after unpickling; a group or a pair, as for `find_groups`."""
@@ -154,7 +140,7 @@ def find_groups(
         if reduce_group is not None:
             text = "`process_group_reduce_scatter` has no effect with NO_SHARD: leave it out."
             warnings.warn(text, stacklevel=level_of_user())
-        return UnitGroups(OwnRank(), _saved(group))
+        return UnitGroups(SavedGroup(None, 0, 1, is_own=True), _saved(group))
     if reduce_group is not None and dist.get_process_group_ranks(reduce_group) != dist.get_process_group_ranks(group):
         raise ValueError(
             "`process_group_reduce_scatter` must have the ranks of `process_group`, in the same order, "
