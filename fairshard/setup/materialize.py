@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,15 @@ _gone: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _UNWRITTEN = 0xA5  # value of each byte that `reset_parameters` has not written
 
 
+class _Held(NamedTuple):
+    """A parameter or buffer ``value``: ``name`` of module ``part``, called ``fqn`` in the model."""
+
+    fqn: str
+    part: nn.Module
+    name: str
+    value: Tensor
+
+
 class OwnTensors:
     """The parameters and buffers of ``module`` that are neither in an inner unit nor in ``ignored``.
 
@@ -31,23 +39,26 @@ class OwnTensors:
         self.module = module
         self.ignored = ignored
         self._modules = list(_tree(module, "", {id(part) for part in ignored.modules}))  # children first
-        self._fqns = {id(part): fqn for fqn, part in self._modules}
         self._ignored = ignored.ids
-
-    @property
-    def params(self) -> dict[str, nn.Parameter]:
-        """Each parameter once, under its first name."""
-        return {fqn: value for fqn, value in self._unique() if isinstance(value, nn.Parameter)}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Each parameter and buffer once, under its first name."""
-        return dict(self._unique())
+        found: dict[int, _Held] = {}
+        for held in self._held():
+            if id(held.value) not in self._ignored:
+                found.setdefault(id(held.value), held)
+        return {held.fqn: held.value for held in found.values()}
+
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        """Each parameter once, under its first name."""
+        return {fqn: value for fqn, value in self.tensors.items() if isinstance(value, nn.Parameter)}
 
     @property
     def on_meta(self) -> list[str]:
         """The names of tensors without memory."""
-        return [fqn for fqn, value in self._unique() if value.is_meta]
+        return [fqn for fqn, value in self.tensors.items() if value.is_meta]
 
     def move_buffers(self, device: torch.device) -> None:
         """Move buffers to ``device``; a buffer that several modules share stays one object."""
@@ -66,11 +77,13 @@ class OwnTensors:
             ValueError: a module has no ``reset_parameters``, or it left a tensor unwritten; ``init`` left a tensor on
                 the meta device; or a module shares a parameter with a unit that was also on the meta device.
         """
-        self._check()
-        waiting = self._owners_on_meta()
+        self._check_not_shared()
+        waiting = [(fqn, part) for fqn, part in self._modules if any(map(self._is_due, _values(part)))]
         if not waiting:
             return
-        owners = self._owners()
+        owners: dict[int, list[_Held]] = {}
+        for held in self._held():
+            owners.setdefault(id(held.value), []).append(held)
         with torch.no_grad():
             if init is not None:
                 for _, part in sorted(waiting, key=lambda pair: _depth(pair[0])):  # a parent may empty its children
@@ -80,7 +93,7 @@ class OwnTensors:
                     self._check_resets(waiting)
                 for _, part in waiting:
                     self._empty(part, device)
-            self._tie(owners)
+            self._tie(owners.values())
             if init is None and has_values:
                 for _, part in waiting:
                     part.reset_parameters()  # type: ignore[operator]
@@ -94,33 +107,20 @@ class OwnTensors:
 
     # ---- private
 
-    def _unique(self, with_ignored: bool = False) -> Iterator[tuple[str, Tensor]]:
-        seen = set() if with_ignored else set(self._ignored)
-        for fqn, part in self._modules:
-            for name, value in [*part._parameters.items(), *part._buffers.items()]:
-                if value is not None and id(value) not in seen:
-                    seen.add(id(value))
-                    yield join(fqn, name), value
-
-    def _owners_on_meta(self) -> list[tuple[str, nn.Module]]:
-        return [(fqn, part) for fqn, part in self._modules if any(map(self._is_due, _values(part)))]
+    def _held(self) -> list[_Held]:
+        """Every parameter and buffer of every module, ignored ones too."""
+        every = [(fqn, part, *item) for fqn, part in self._modules for item in _named(part).items()]
+        return [_Held(join(fqn, name), part, name, value) for fqn, part, name, value in every]
 
     def _is_due(self, value: Tensor) -> bool:
         return value.is_meta and id(value) not in self._ignored
 
-    def _check(self) -> None:
-        fake = getattr(sys.modules.get("torchdistx"), "fake", None)
-        for fqn, value in self._unique():
-            if fake is not None and fake.is_fake(value):
+    def _check_not_shared(self) -> None:
+        for held in self._held():
+            if held.value in _gone:
                 raise ValueError(
-                    f"Modules deferred by torchdistX are not supported, but `{fqn}` is one of its tensors. Build the "
-                    'module under `with torch.device("meta"):` instead.'
-                )
-        for fqn, value in self._unique(with_ignored=True):
-            if value in _gone:
-                raise ValueError(
-                    f"A parameter must belong to one unit, but `{fqn}` is shared with `{_gone[value]}` of a unit that "
-                    "is sharded already. Make the two modules one unit, or make neither a unit of its own."
+                    f"A parameter must belong to one unit, but `{held.fqn}` is shared with `{_gone[held.value]}` of a "
+                    "unit that is sharded already. Make the two modules one unit, or make neither a unit of its own."
                 )
 
     def _check_resets(self, waiting: list[tuple[str, nn.Module]]) -> None:
@@ -134,8 +134,8 @@ class OwnTensors:
 
     def _check_written(self, waiting: list[tuple[str, nn.Module]]) -> None:
         for fqn, part in waiting:
-            for name, value in [*part._parameters.items(), *part._buffers.items()]:
-                if value is not None and not value.is_meta and _is_unwritten(value):
+            for name, value in _named(part).items():
+                if not value.is_meta and _is_unwritten(value):
                     raise ValueError(
                         "`reset_parameters()` must give values to all parameters and buffers of a module on the meta "
                         f"device, but that of `{fqn or 'the module that is wrapped'}` ({type(part).__name__}) has not "
@@ -144,45 +144,38 @@ class OwnTensors:
 
     def _empty(self, part: nn.Module, device: torch.device) -> None:
         """Like ``part.to_empty``, but skips tensors that are ignored or have values; marks new memory as unwritten."""
-        kept_params = {n: (p, p.data) for n, p in part._parameters.items() if p is not None and not self._is_due(p)}
-        kept_buffers = {n: b for n, b in part._buffers.items() if b is not None and not self._is_due(b)}
+        kept = {name: value for name, value in _named(part).items() if not self._is_due(value)}
+        for name in kept:
+            setattr(part, name, None)
         part.to_empty(device=device, recurse=False)
-        for name, (param, data) in kept_params.items():
-            if part._parameters[name] is not param:
-                setattr(part, name, param)
-            param.data = data
-        for name, value in [*part._parameters.items(), *part._buffers.items()]:
-            if value is not None and name not in kept_params and name not in kept_buffers:
-                _bytes_of(value).fill_(_UNWRITTEN)
-        part._buffers.update(kept_buffers)
+        for value in _values(part):
+            _bytes_of(value).fill_(_UNWRITTEN)
+        for name, value in kept.items():
+            setattr(part, name, value)
 
-    def _owners(self) -> list[tuple[Tensor, list[tuple[nn.Module, str]]]]:
-        """Each tensor, ignored ones included, and the modules and names that hold it."""
-        owners: dict[int, tuple[Tensor, list[tuple[nn.Module, str]]]] = {}
-        for _, part in self._modules:
-            for name, value in [*part._parameters.items(), *part._buffers.items()]:
-                if value is not None:
-                    owners.setdefault(id(value), (value, []))[1].append((part, name))
-        return list(owners.values())
-
-    def _tie(self, owners: list[tuple[Tensor, list[tuple[nn.Module, str]]]]) -> None:
+    def _tie(self, owners: Iterable[list[_Held]]) -> None:
         """Share tensors among modules as before, and record the tensors that were replaced."""
         new: dict[int, nn.Parameter] = {}
-        for old, places in owners:
-            part, name = places[0]
-            value = getattr(part, name)
-            for other, alias in places[1:]:
-                if getattr(other, alias) is not value:
-                    setattr(other, alias, value)
+        for first, *others in owners:
+            old, value = first.value, getattr(first.part, first.name)
+            for other in others:
+                if getattr(other.part, other.name) is not value:
+                    setattr(other.part, other.name, value)
             if value is not old and isinstance(old, nn.Parameter):
                 new[id(old)] = value
-                _gone[old] = join(self._fqns[id(part)], name)
+                _gone[old] = first.fqn
         self.ignored = self.ignored.replaced(new)
         self._ignored = self.ignored.ids
 
 
+def _named(part: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of ``part`` itself."""
+    every = {**part._parameters, **part._buffers}
+    return {name: value for name, value in every.items() if value is not None}
+
+
 def _values(part: nn.Module) -> list[Tensor]:
-    return [value for value in (*part._parameters.values(), *part._buffers.values()) if value is not None]
+    return list(_named(part).values())
 
 
 def _bytes_of(value: Tensor) -> Tensor:

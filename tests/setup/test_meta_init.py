@@ -1,8 +1,6 @@
 """Modules on the meta device get memory and values unit by unit, as if they had been built with them."""
 
 import copy
-import sys
-import types
 
 import pytest
 import torch
@@ -255,20 +253,6 @@ def test_what_param_init_fn_leaves_out_is_named():
             on_meta(lambda: nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2))),
             param_init_fn=lambda module: isinstance(module, nn.LayerNorm) and module.to_empty(device="cpu"),
         )
-
-
-@on_ranks(1)
-def test_torchdistx_is_refused_by_name():
-    """Tensors deferred by torchdistX, which is no longer maintained, raise."""
-    model = nn.Linear(2, 2)
-    package = types.ModuleType("torchdistx")
-    package.fake = types.SimpleNamespace(is_fake=lambda tensor: tensor is model.bias)
-    sys.modules["torchdistx"] = package
-    try:
-        with pytest.raises(ValueError, match=r"torchdistX.*`bias`"):
-            FSDP(model)
-    finally:
-        del sys.modules["torchdistx"]
 
 
 WIDTHS = [512, 1024, 512, 1024, 512, 1024, 512]
