@@ -36,31 +36,12 @@ def register_forward_method(module: FullyShardedDataParallel | FSDPModule, metho
 
     Source: ``register_fsdp_forward_method`` of PyTorch's FSDP2.
     """
-    if isinstance(module, FSDPModule):
-        if not callable(getattr(module, method_name, None)):
-            raise AttributeError(_missing(module._fairshard_class, method_name))
-        register_fsdp_forward_method(module, method_name)
-        return
-    if not isinstance(module, FullyShardedDataParallel):
+    if not isinstance(module, (FullyShardedDataParallel, FSDPModule)):
         raise TypeError(
             f"A forward method must be registered on the wrapper, but this is a {type(module).__name__}. Pass the "
             "FullyShardedDataParallel around it; a module around wrappers needs nothing."
         )
-    if hasattr(FullyShardedDataParallel, method_name):
-        raise ValueError(
-            f"`{method_name}` must not be a method of FullyShardedDataParallel itself, but is. Rename the method of "
-            "the wrapped module."
-        )
-    layers, inside = [], module.module
-    while isinstance(inside, FullyShardedDataParallel):
-        layers.append(inside)
-        inside = inside.module
-    method = getattr(inside, method_name, None)
-    if not callable(method):
-        raise AttributeError(_missing(type(inside), method_name))
-    check_runs_now(method, method_name, type(inside))
-    for layer in (module, *layers):
-        layer._fairshard_methods.add(method_name)
+    _register(module, method_name, AttributeError)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -81,24 +62,28 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Source: PyTorch's function of the same name.
     """
-    if isinstance(module, FullyShardedDataParallel):
-        if not callable(getattr(module.module, method_name, None)):
-            raise ValueError(_missing(type(module.module), method_name))
-        register_forward_method(module, method_name)
-    if not isinstance(module, FSDPModule):
-        return
-    original = module._fairshard_class
-    if any(method_name in vars(base) for base in FSDPModule.__mro__ if not issubclass(nn.Module, base)):
+    if isinstance(module, (FullyShardedDataParallel, FSDPModule)):
+        _register(module, method_name, ValueError)
+
+
+def _register(module: FullyShardedDataParallel | FSDPModule, name: str, missing: type[Exception]) -> None:
+    """Run method ``name`` of ``module`` gathered; raises ``missing`` if there is none."""
+    layers: list[FullyShardedDataParallel] = []
+    inside: nn.Module = module
+    while isinstance(inside, FullyShardedDataParallel):
+        layers.append(inside)
+        inside = inside.module
+    door = FullyShardedDataParallel if layers else FSDPModule
+    original = inside._fairshard_class if isinstance(inside, FSDPModule) else type(inside)
+    if any(name in vars(base) for base in door.__mro__ if layers or not issubclass(nn.Module, base)):
         raise ValueError(
-            f"`{method_name}` must not be a method of FSDPModule itself, but is. Rename the method of "
-            f"{original.__name__}."
+            f"`{name}` must not be a method of {door.__name__} itself, but is. Rename that of {original.__name__}."
         )
-    method = getattr(module, method_name, None)
+    method = getattr(inside, name, None)
     if not callable(method):
-        raise ValueError(_missing(original, method_name))
-    check_runs_now(method, method_name, original)
-    run_gathered(module, method_name)
-
-
-def _missing(owner: type, method_name: str) -> str:
-    return f"The sharded {owner.__name__} must have a method `{method_name}` to register, but has none."
+        raise missing(f"The sharded {original.__name__} must have a method `{name}` to register, but has none.")
+    check_runs_now(method, name, original)
+    for layer in layers:
+        layer._fairshard_methods.add(name)
+    if isinstance(inside, FSDPModule):
+        run_gathered(inside, name)
