@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -54,11 +53,13 @@ def check_fields(options: Any) -> None:
 
 def is_number(value: Any) -> bool:
     """Whether ``value`` is a number, and no flag."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 _BF16 = "Pass torch.bfloat16."
 FLAG = Check(lambda value: isinstance(value, bool), "True or False")
+CALLABLE = Check(callable, "callable")
+FUNCTION_OF_PARAMETER = Check(lambda value: value is None or callable(value), "a function of a parameter")
 FLAG_OR_NONE = Check(lambda value: value is None or isinstance(value, bool), "True, False or None")
 DTYPE = Check(lambda value: isinstance(value, (torch.dtype, type(None))), "a floating dtype or None", how=_BF16)
 FLOATING = Check(lambda value: value is None or value.is_floating_point, DTYPE.words, ValueError, _BF16)

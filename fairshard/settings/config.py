@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -28,7 +29,7 @@ _DTYPE = Check(
     ValueError,
     "Pass torch.bfloat16 with `mixed_precision=True`, or leave it out to compute in the parameters' own dtype.",
 )
-_MEGABYTES = Check(is_number, "a number of megabytes")
+_MEGABYTES = Check(lambda value: is_number(value) and not math.isnan(value), "a number of megabytes")
 _NOT_NEGATIVE = Check(
     lambda value: value >= 0, "0 or more", ValueError, "Pass 0 to reduce the gradients of each unit separately."
 )

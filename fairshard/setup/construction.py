@@ -23,6 +23,7 @@ from fairshard.engine.observer import Observer
 from fairshard.engine.tree import units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
+from fairshard.settings.check import FLAG, Check
 from fairshard.setup.materialize import OwnTensors
 from fairshard.setup.origin import Ignored, Origin
 from fairshard.utils.collectives import Communicator
@@ -37,6 +38,17 @@ from fairshard.utils.user_line import level_of_user
 
 _BUCKET_NBYTES = 250 * 2**20
 _RUN_NUMEL = 2**14  # its elements are copied to int64
+
+_INIT = Check(
+    lambda value: value is None or callable(value),
+    "a function of a module",
+    ValueError,
+    "It gives memory and values to the module's own parameters and buffers.",
+)
+_DEVICE = Check(
+    lambda value: isinstance(value, (int, str, torch.device)) and not isinstance(value, bool),
+    "the number of an accelerator, a torch.device or its name",
+)
 
 
 @dataclass(frozen=True)
@@ -62,13 +74,8 @@ def resolve_construction(
         TypeError: an argument is of the wrong type.
         ValueError: ``param_init_fn`` is not callable, or the device does not exist.
     """
-    if param_init_fn is not None and not callable(param_init_fn):
-        raise ValueError(
-            f"`param_init_fn` must be a function of a module, but is {param_init_fn!r}. It gives memory and values to "
-            "the module's own parameters and buffers."
-        )
-    if not isinstance(sync_module_states, bool):
-        raise TypeError(f"`sync_module_states` must be True or False, but is {sync_module_states!r}.")
+    _INIT("param_init_fn", param_init_fn)
+    FLAG("sync_module_states", sync_module_states)
     device = _device_of("device_id", device_id)
     other = _device_of("compute_device", compute_device)
     if None not in (device, other) and device != other:
@@ -170,8 +177,7 @@ def _checksum(param: nn.Parameter) -> Tensor:
 def _device_of(name: str, given: Any) -> torch.device | None:
     if given is None:
         return None
-    if isinstance(given, bool) or not isinstance(given, (int, str, torch.device)):
-        raise TypeError(f"`{name}` must be the number of an accelerator, a torch.device or its name, but is {given!r}.")
+    _DEVICE(name, given)
     if isinstance(given, int) and given >= device_count():
         raise ValueError(_absent(name, given, device_count()))
     try:

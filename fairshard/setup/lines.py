@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from fairshard.params.slot import ParamSlot
+from fairshard.settings.check import FUNCTION_OF_PARAMETER
 from fairshard.settings.placements import Owned, RowBlocks
 from fairshard.utils.owned_layout import OwnedLayout
 from fairshard.utils.owners import balanced_owners
@@ -81,8 +82,7 @@ def check_placement(placement: PlacementFn | None, use_orig_params: bool) -> Non
         TypeError: ``placement`` is no function.
         ValueError: parameters that are placed by blocks would not be registered one by one.
     """
-    if placement is not None and not callable(placement):
-        raise TypeError(f"`placement_fn` must be a function of a parameter, but is {placement!r}.")
+    FUNCTION_OF_PARAMETER("placement_fn", placement)
     if placement is not None and not use_orig_params:
         raise ValueError(
             "`use_orig_params` must be True with `placement_fn`, because one flat parameter has no blocks, but is "

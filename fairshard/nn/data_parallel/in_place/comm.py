@@ -20,6 +20,7 @@ from fairshard.engine.tree import unit_of, units_below
 from fairshard.engine.unit import Unit
 from fairshard.errors import OptionsExcludeError
 from fairshard.params.flat_param import FlatParam
+from fairshard.settings.check import CALLABLE, FLAG, Check, is_number
 from fairshard.settings.groups import SavedGroup
 from fairshard.setup.claim import claim
 from fairshard.utils.buckets import Division
@@ -38,6 +39,21 @@ from fairshard.utils.hook_bucket import UserStream, in_turn
 from fairshard.utils.streams import Event, is_asynchronous
 from fairshard.views.owned import check_none_owned
 from fairshard.views.shown_dtensors import ShownDTensors
+
+check_flag = replace(FLAG, error=ValueError)
+"""``check_flag(name, value)`` raises a ValueError unless ``value``, of argument ``name``, is a bool."""
+
+_NUMBER = Check(is_number, "a number to divide gradients by")
+_DIVISOR = Check(
+    lambda factor: factor > 0 and math.isfinite(factor), "positive and finite, to divide gradients by", ValueError
+)
+_INT = Check(lambda value: isinstance(value, int) and not isinstance(value, bool), "an int")
+_AT_LEAST_ONE = Check(lambda value: value > 0, "1 or more", ValueError)
+_STREAM = Check(lambda stream: stream is None or hasattr(stream, "wait_event"), "a stream of the device")
+_EVENT = Check(
+    lambda event: all(hasattr(event, name) for name in ("record", "wait", "query")),
+    "a torch.Event, or one of the device's own module",
+)
 
 
 class CommMethods(nn.Module):
@@ -74,10 +90,8 @@ class CommMethods(nn.Module):
             ValueError: ``factor`` is not positive and finite.
             TypeError: ``factor`` is not a number.
         """
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
-            raise TypeError(f"`factor` must be a number to divide gradients by, but is {factor!r}.")
-        if not (factor > 0 and math.isfinite(factor)):
-            raise ValueError(f"`factor` must be positive and finite, to divide gradients by, but is {factor!r}.")
+        _NUMBER("factor", factor)
+        _DIVISOR("factor", factor)
         _reroute(_unit_of(self), "set_gradient_divide_factor", division=Division(1.0, float(factor)))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -112,15 +126,13 @@ class CommMethods(nn.Module):
             ValueError: ``stream`` is given on a mesh with replicas, whose sum has its own stream.
             TrainingStateError: in the middle of a pass.
         """
-        if not callable(hook):
-            raise TypeError(f"`hook` must be callable, but is {hook!r}.")
+        CALLABLE("hook", hook)
         unit = _unit_of(self)
         if stream is not None and unit.groups.replicas is not None:
             raise ValueError(
                 "`stream` must be None on a mesh with replicas, but is given: hooks run on the stream of their sum."
             )
-        if stream is not None and not hasattr(stream, "wait_event"):
-            raise TypeError(f"`stream` must be a stream of the device, but is {stream!r}.")
+        _STREAM("stream", stream)
         _reroute(unit, "set_all_reduce_hook", hook=partial(_change, hook=hook, stream=stream))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
@@ -139,10 +151,8 @@ class CommMethods(nn.Module):
             TypeError: ``max_input_buffers`` is not an int.
             ValueError: ``max_input_buffers`` is less than 1.
         """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"`max_input_buffers` must be an int, but is {max_input_buffers!r}.")
-        if max_input_buffers < 1:
-            raise ValueError(f"`max_input_buffers` must be 1 or more, but is {max_input_buffers}.")
+        _INT("max_input_buffers", max_input_buffers)
+        _AT_LEAST_ONE("max_input_buffers", max_input_buffers)
         check_flag("recurse", recurse)
 
     # ---- custom communication
@@ -246,8 +256,7 @@ class CommMethods(nn.Module):
             TypeError: ``event`` is not a ``torch.Event``, nor an event of a device's own module.
             ValueError: ``event`` belongs to another type of device.
         """
-        if not all(hasattr(event, name) for name in ("record", "wait", "query")):
-            raise TypeError(f"`event` must be a torch.Event, or one of the device's own module, but is {event!r}.")
+        _EVENT("event", event)
         root = _unit_of(self).root or claim(self)
         device = getattr(event, "device", None)
         on_accelerator = is_asynchronous(root.shared.device)
@@ -261,16 +270,6 @@ def _change(reduced: Tensor, hook: Callable[[Tensor], object], stream: Any) -> N
     """Call ``hook``, which changes ``reduced`` in place, on the user's ``stream`` of an accelerator."""
     with in_turn(UserStream(None if reduced.is_cpu else stream), reduced.device):
         hook(reduced)
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Check that ``value``, of argument ``name``, is a bool.
-
-    Raises:
-        ValueError: it is not a bool.
-    """
-    if not isinstance(value, bool):
-        raise ValueError(f"`{name}` must be True or False, but is {value!r}.")
 
 
 def _unit_of(module: nn.Module) -> Unit:

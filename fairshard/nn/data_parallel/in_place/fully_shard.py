@@ -19,6 +19,7 @@ from fairshard.nn.data_parallel.in_place.members import Members
 from fairshard.nn.data_parallel.in_place.module import FSDPModule, sharded_class
 from fairshard.nn.data_parallel.in_place.per_parameter import Placement, modules_elsewhere, placing
 from fairshard.nn.data_parallel.torch_state import mark_managed, register
+from fairshard.settings.check import FUNCTION_OF_PARAMETER
 from fairshard.settings.config import UnitConfig
 from fairshard.settings.data_mesh import DataMesh, DataParallelMeshDims
 from fairshard.settings.fsdp1 import ShardingStrategy
@@ -137,8 +138,7 @@ def fully_shard(
     modules = _modules_of(module)
     policy = adopt_policy("mp_policy", mp_policy, MixedPrecisionPolicy)
     offloads = isinstance(adopt_policy("offload_policy", offload_policy, OffloadPolicy), CPUOffloadPolicy)
-    if shard_placement_fn is not None and not callable(shard_placement_fn):
-        raise TypeError(f"`shard_placement_fn` must be a function of a parameter, but is {shard_placement_fn!r}.")
+    FUNCTION_OF_PARAMETER("shard_placement_fn", shard_placement_fn)
     data = DataMesh.of(default_mesh() if mesh is None else mesh, dp_mesh_dims)
     mesh = data.mesh
     config = _config(

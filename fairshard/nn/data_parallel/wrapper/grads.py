@@ -15,6 +15,7 @@ from fairshard.errors import TrainingStateError
 from fairshard.nn.comm_hooks import LOW_PRECISION_HOOKS
 from fairshard.nn.data_parallel.wrapper.state import StateMethods
 from fairshard.optim.grad_norm import clip_grad_norm_
+from fairshard.settings.check import CALLABLE, FLAG, Check
 from fairshard.settings.fsdp1 import ShardingStrategy
 from fairshard.setup.arguments import units_of
 from fairshard.utils.buckets import Division
@@ -80,8 +81,7 @@ class GradMethods(StateMethods):
             ValueError: the sharding strategy is hybrid, or a parameter is placed by `Owned`.
             TypeError: ``hook`` is not callable.
         """
-        if not callable(hook):
-            raise TypeError(f"`hook` must be callable, but is {hook!r}.")
+        CALLABLE("hook", hook)
         root = self._require_root("register_comm_hook")
         assert_idle(root, "register_comm_hook")
         for unit in root.units:
@@ -121,9 +121,8 @@ class GradMethods(StateMethods):
         Raises:
             ValueError: a factor is not positive.
         """
-        for name, factor in (("pre", pre), ("post", post)):
-            if not factor > 0:
-                raise ValueError(f"`{name}` must be a positive number to divide gradients by, but is {factor!r}.")
+        _DIVISOR("pre", pre)
+        _DIVISOR("post", post)
         self._claimed()
         for unit in [unit for _, unit in units_below(self)] if recursive else [self._unit]:
             for flat_param in unit.flat_params:
@@ -163,8 +162,7 @@ class GradMethods(StateMethods):
             TypeError: ``is_last_backward`` is not True or False.
             TrainingStateError: no forward has run.
         """
-        if not isinstance(is_last_backward, bool):
-            raise TypeError(f"`is_last_backward` must be True or False, but is {is_last_backward!r}.")
+        FLAG("is_last_backward", is_last_backward)
         root = self._unit.root
         if root is None:
             raise TrainingStateError(
@@ -174,6 +172,7 @@ class GradMethods(StateMethods):
         root.is_last_backward = is_last_backward
 
 
+_DIVISOR = Check(lambda factor: factor > 0, "a positive number to divide gradients by", ValueError)
 _LOW_PRECISION = {hook.__name__ for hook in LOW_PRECISION_HOOKS}  # PyTorch's hooks have the same names
 
 
