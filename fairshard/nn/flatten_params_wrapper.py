@@ -225,7 +225,7 @@ class _Slot:
             module._parameters[name] = param
             if param is None:
                 module.__dict__[name] = value
-            if isinstance(module, nn.RNNBase):  # it keeps a list of its weights
+            if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:  # its list of weights
                 module._flat_weights[module._flat_weights_names.index(name)] = value
 
     def copy_assigned(self, param: nn.Parameter) -> None:

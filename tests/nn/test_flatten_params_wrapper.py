@@ -166,6 +166,22 @@ def test_recurrent_modules():
     assert torch.equal(copy.deepcopy(flat)(x)[0], plain(x)[0])
 
 
+def test_a_recurrent_module_with_a_parameter_of_its_own():
+    """A parameter that an LSTM does not have in its list of weights is flattened like any other."""
+
+    class Scaled(nn.LSTM):
+        def __init__(self):
+            super().__init__(4, 5)
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return super().forward(x)[0] * self.scale
+
+    flat = FlattenParamsWrapper(Scaled())
+    flat(torch.ones(3, 2, 4)).sum().backward()
+    assert flat.flat_param.grad[-1] != 0
+
+
 def test_unflattened_parameters_are_the_modules_own():
     """Inside the block names, shapes and memory are the module's own; writes are kept."""
     plain, flat = built(), FlattenParamsWrapper(built())
