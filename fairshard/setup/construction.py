@@ -178,8 +178,6 @@ def _device_of(name: str, given: Any) -> torch.device | None:
     if given is None:
         return None
     _DEVICE(name, given)
-    if isinstance(given, int) and given >= device_count():
-        raise ValueError(_absent(name, given, device_count()))
     try:
         device = torch.device(default_device_type(), given) if isinstance(given, int) else torch.device(given)
     except RuntimeError as error:
@@ -190,25 +188,21 @@ def _device_of(name: str, given: Any) -> torch.device | None:
     if device.type == "meta":
         raise ValueError(f"`{name}` must be a device with memory, but is {device}.")
     check_supported(device)
-    if is_asynchronous(device):
-        if (device.index or 0) >= device_count(device.type):
-            raise ValueError(_absent(name, device, device_count(device.type)))
-        if device.index is None:
-            device = current_device()
-            warnings.warn(
-                f"`{name}` is an accelerator without a number, so the current one is used, {device}. Pass "
-                "its number to avoid this warning.",
-                stacklevel=level_of_user(),
-            )
+    count = device_count(device.type)
+    if (isinstance(given, int) or is_asynchronous(device)) and (device.index or 0) >= count:
+        kind = "" if isinstance(given, int) else f" of type {device.type}"
+        raise ValueError(
+            f"`{name}` must be an existing device, but is {given}, and this process sees {count} accelerators{kind}. "
+            "Leave it out to compute on the CPU."
+        )
+    if is_asynchronous(device) and device.index is None:
+        device = current_device()
+        warnings.warn(
+            f"`{name}` is an accelerator without a number, so the current one is used, {device}. Pass "
+            "its number to avoid this warning.",
+            stacklevel=level_of_user(),
+        )
     return device
-
-
-def _absent(name: str, given: int | torch.device, count: int) -> str:
-    kind = f" of type {given.type}" if isinstance(given, torch.device) else ""
-    return (
-        f"`{name}` must be an existing device, but is {given}, and this process sees {count} accelerators{kind}. "
-        "Leave it out to compute on the CPU."
-    )
 
 
 def _home(own: OwnTensors, wanted: torch.device | None, group: ProcessGroup) -> torch.device:
