@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
@@ -33,7 +33,6 @@ STATUS = 75
 
 _SAME_SIGNAL_S = 1.0
 """Signals within this time count as one: schedulers signal every process, and launchers pass their own signal on."""
-_POLL_S = 0.2
 _WORKER_ENDS_WITHIN_S = 60.0
 
 
@@ -64,12 +63,10 @@ class Preemption:
 
     Attributes:
         number: the signal that this rank has received first, or None.
-        is_hopeless: after a signal, asked on a thread whether training cannot go on; then the process ends at once.
     """
 
     def __init__(self, signals: Sequence[int], grace: float) -> None:
         self.number: signal.Signals | None = None
-        self.is_hopeless: Callable[[], bool] = lambda: False
         self._signals = frozenset(signals)
         self._grace = grace
         self._poll: Poll | None = None
@@ -146,14 +143,12 @@ class Preemption:
         try:
             while True:
                 ends = first + self._grace
-                left = None if first == math.inf else min(_POLL_S, max(0.0, ends - time.monotonic()))
+                left = None if first == math.inf else max(0.0, ends - time.monotonic())
                 ready, _, _ = select.select([self._read], [], [], left)
                 if self._is_closed:
                     return
                 if time.monotonic() >= ends:
                     _end(number, f"training was not saved within {self._grace:g} s after {number.name}")
-                if first < math.inf and self.is_hopeless():
-                    _end(number, f"training cannot go on after {number.name}")
                 for byte in os.read(self._read, 256) if ready else b"":
                     self._pass_on(byte)
                     if byte not in self._signals:

@@ -30,7 +30,7 @@ class Rule:
     Attributes:
         reshard_after_forward: False: parameters stay gathered for the backward; a number: parts of them do.
         reshard_root: the outermost unit, too, is freed after its forward.
-        keeps_across_passes: the next forward reuses parameters that a forward left gathered (see `LateOptions`).
+        keeps_across_passes: the next forward reuses parameters that a forward left gathered (see `Options`).
         keeps_in_no_sync: a backward under ``no_sync`` leaves parameters gathered.
         compute_dtype: the dtype in which parameters are gathered; None: their own.
         reduce_dtype: the dtype in which gradients are reduced; None: that of compute.

@@ -175,12 +175,6 @@ def _too_slow(folder, note):
     _hang(folder)
 
 
-def _hopeless(folder, note):
-    on_preemption(None, grace=60).is_hopeless = lambda: True
-    note("ready")
-    _hang(folder)
-
-
 def _with_worker(folder, note):
     """A process with a forked worker, as a data loader has: SIGTERM ends the worker, and asks nobody to stop."""
     preemption = on_preemption(None, grace=60)
@@ -193,7 +187,7 @@ def _with_worker(folder, note):
     note(f"worker ended with {os.waitstatus_to_exitcode(status)}, due: {preemption.is_due()}")
 
 
-_CASES = {"second": _second, "slow": _too_slow, "hopeless": _hopeless, "worker": _with_worker}
+_CASES = {"second": _second, "slow": _too_slow, "worker": _with_worker}
 
 
 def _play(case, folder):
@@ -216,7 +210,7 @@ def _run_cases(folder):
     for case in _CASES:
         (folder / case).mkdir()
         pids[case] = fork(functools.partial(_play, case, folder / case))
-    for case in ("second", "slow", "hopeless"):
+    for case in ("second", "slow"):
         _await(folder / case / "notes", "ready")
         os.kill(pids[case], signal.SIGTERM)
     began = time.monotonic()
@@ -243,7 +237,6 @@ def test_a_process_that_cannot_save_ends_all_the_same(tmp_path):
     lines = dict(re.findall(r"^(\w+) (.*)$", done.stdout, re.MULTILINE))
     assert lines["both"] == "(0, 0)"  # still there
     assert lines["second"].split()[0] == lines["slow"].split()[0] == str(128 + signal.SIGTERM)
-    assert "training cannot go on after SIGTERM" in (tmp_path / "hopeless" / "log").read_text()
     assert "a second SIGTERM has arrived" in (tmp_path / "second" / "log").read_text()
     assert "not saved within 0.3 s after SIGTERM" in (tmp_path / "slow" / "log").read_text()
     assert f"worker ended with {-signal.SIGTERM}, due: False" in (tmp_path / "worker" / "notes").read_text()
