@@ -78,11 +78,9 @@ def _outputs(source: str, names: dict[str, Any], count: int) -> list[dict[str, A
 
 
 def _forms(value: Any) -> dict[str, Any]:
-    """A value as text, HTML or picture: whatever it offers to notebooks."""
+    """A value as text or picture: whatever it offers to notebooks."""
     if hasattr(value, "_repr_png_"):
         return {"image/png": base64.b64encode(value._repr_png_()).decode(), "text/plain": ["a picture"]}
-    if hasattr(value, "_repr_html_"):
-        return {"text/html": _lines(value._repr_html_()), "text/plain": _lines(str(value))}
     return {"text/plain": _lines(repr(value))}
 
 
@@ -118,10 +116,6 @@ def _shown(output: dict[str, Any]) -> nodes.Node:
     data = output["data"]
     if "image/png" in data:
         shown = f'<img alt="" src="data:image/png;base64,{html.escape(data["image/png"])}">'
-    elif "text/html" in data:
-        shown = f'<div class="table-wrapper">{"".join(data["text/html"])}</div>'.replace(
-            "<table>", '<table class="docutils">'
-        )
     else:
         return _text("".join(data["text/plain"]))
     return nodes.raw("", f'<div class="cell-output">{shown}</div>', format="html")
