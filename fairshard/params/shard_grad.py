@@ -193,7 +193,7 @@ class ShardGrad:
 
     def retract(self, reached: bytearray) -> None:
         """Drop gradients, and placeholders, that this backward created for parameters that it has not ``reached``."""
-        for face, is_new in enumerate(self.created):
+        for face, is_new in enumerate(() if self.at_stake is None else self.created):  # None: it has not landed yet
             if is_new and 1 not in (reached if len(self.created) == 1 else reached[face : face + 1]):
                 if self.pending is not None and face in self.pending.covers:
                     self.pending.uncover(face)

@@ -220,3 +220,22 @@ def test_earlier_backwards_are_not_lost():
     grad.abandon(1)
     assert has_sums(grad) == [True]
     assert grad.value.tolist() == [1.0] * 6
+
+
+@pytest.mark.parametrize("make", [lambda: flat(6), viewed])
+def test_a_backward_retracts_only_what_it_has_created(make):
+    """Gradients of earlier backwards stay, also while those of this one are still on their way to host memory."""
+    grad = make()
+    none = bytearray(len(grad.shown))
+    grad.begin_backward()
+    add(grad, torch.ones(6))
+    grad.begin_backward()
+    grad.retract(none)
+    assert grad.value.tolist() == [1.0] * 6
+    add(grad, torch.ones(6))
+    grad.retract(none)
+    assert grad.value.tolist() == [2.0] * 6
+    grad.zero(set_to_none=True)
+    add(grad, torch.ones(6))
+    grad.retract(none)
+    assert grad.value is None
