@@ -1,5 +1,6 @@
 """Several forwards before one backward: units are freed between the parts of the backward, with the same bits."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -170,6 +171,18 @@ def test_outputs_that_one_rank_keeps():
     assert_nothing_is_gathered(model)
 
 
+@on_ranks(2, 3)
+def test_models_that_one_rank_drops():
+    """Ranks that still have the outputs of another model train on with those that have dropped it."""
+    others = [wrap_tiny(tiny())]
+    outputs = [loss_of_tiny(others[0], (9,))]
+    if dist.get_rank() == 0:
+        others.clear()
+        outputs.clear()
+        gc.collect()
+    assert_nothing_is_gathered(train_alike(tiny(), wrap_tiny, loss_of_tiny))
+
+
 @on_ranks(1, 2)
 def test_models_that_take_turns():
     """A backward plans for the forwards that it could reach, not for those of other models that are over."""
@@ -178,7 +191,9 @@ def test_models_that_take_turns():
     for step in range(3):
         for model in models:
             loss_of_tiny(model, (step,)).backward()
-            planned.append(len(unit_of(model).root.kept[0].places))
+            root = unit_of(model).root
+            planned.append(len(root.kept[0].places))
+            assert sum(len(each.record.passes) for each in root.engine.roots) == 1  # the others are over
     assert len(set(planned)) == 1
 
 
