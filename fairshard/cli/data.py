@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fairshard.cli.options import OptionError, TrainingStopped, TrainOptions, refused
+from fairshard.cli.runs import replace_file
 from fairshard.utils.collectives import gather_objects
 from fairshard.utils.groups import host_group
 
@@ -247,9 +248,11 @@ def _write(plan: DataPlan, folder: Path, tokenizer: Any | None) -> Iterator[bool
                     out.write(chunk if tokenizer is None else np.asarray(_ids(tokenizer, chunk), dtype).tobytes())
                     yield False
                 out.write(np.asarray(end, dtype).tobytes())
+            out.flush()
+            os.fsync(out.fileno())
             num = out.tell() // np.dtype(dtype).itemsize
     bytes_per_token = sum(piece.num for piece in plan.validation) / max(1, num)
-    (folder / _DONE).write_text(json.dumps({"dtype": dtype, "bytes_per_token": bytes_per_token}), encoding="utf-8")
+    replace_file(folder / _DONE, json.dumps({"dtype": dtype, "bytes_per_token": bytes_per_token}))
 
 
 def _ids(tokenizer: Any, text: bytes) -> list[int]:

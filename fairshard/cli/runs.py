@@ -33,8 +33,6 @@ _FREE = (
 def chosen_options(given: Mapping[str, Any]) -> TrainOptions:
     """The options ``given`` of a new run, or those of the run to continue: the one in ``out``, or the newest.
 
-
-
     Raises:
         OptionError: an option is invalid, there is no such run, it has finished, or it has another option.
     """

@@ -152,6 +152,27 @@ def test_a_run_keeps_its_text(tmp_path):
     assert everything(read_data(plan_data(options), tmp_path / "run", 0, 8, None).train) == kept
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_text_counts_as_written_when_all_of_it_is(number, tmp_path, monkeypatch):
+    """If the disk fails at any of the three files, the next start writes them again."""
+    (tmp_path / "a.txt").write_text(WORDS * 30)
+    plan, run = _text(tmp_path / "a.txt", 0, 4), tmp_path / "run"
+    run.mkdir()
+    left = [number]
+
+    def fail(_):
+        left[0] -= 1
+        if not left[0]:
+            raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", fail)
+        with pytest.raises(OSError, match="no space left"):
+            read_data(plan, run, 0, 4, None)
+    assert not (run / "data.json").exists()
+    assert len(read_data(plan, run, 0, 4, None).train) == len(WORDS) * 27
+
+
 def test_a_context_may_use_all_of_a_side_and_no_more(tmp_path):
     """A side of ``n`` bytes serves a context of ``n - 1``, because a window holds one more byte; ``n`` is refused."""
     path = tmp_path / "one.txt"
