@@ -54,7 +54,7 @@ def chosen_options(given: Mapping[str, Any]) -> TrainOptions:
         raise OptionError(f"--steps is {saved.steps} in the run in {folder}, and can only grow, but is {steps}.")
     if asked.lr_steps not in (None, saved.schedule_steps):
         raise OptionError(f"--lr-steps is {saved.schedule_steps} in the run in {folder}, but is {asked.lr_steps}.")
-    if steps == saved.steps and asked.resume_from is None and _is_finished(folder / METRICS):
+    if steps == saved.steps and asked.resume_from is None and _is_finished(folder):
         raise OptionError(
             f"the run in {folder} has finished: there is nothing to resume. Pass --steps above {steps} to go on "
             "beyond, or start a new run."
@@ -108,7 +108,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not os.path.isfile(path):
         raise OptionError(f"--resume needs a run, but {path} does not exist. Pass its folder with --out.")
     with refused(f"the run cannot be continued: {path} cannot be read: ", *_READING):
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise TypeError(f"it holds {config!r:.60}")
+        return config
 
 
 def write_config(folder: Path, entries: Mapping[str, Any]) -> None:
@@ -157,10 +160,15 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield entry
 
 
-def _is_finished(path: Path) -> bool:
-    """Whether the last line is a summary."""
+def _is_finished(folder: Path) -> bool:
+    """Whether the last line of the log is a summary, and the checkpoint that `latest` names is there, if there is one.
+
+    Otherwise the ranks say what is missing.
+    """
+    path, pointer = folder / METRICS, folder / CHECKPOINTS / "latest"
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    return bool(lines) and lines[-1].startswith('{"summary"')
+    has_lost = pointer.is_file() and not (pointer.parent / pointer.read_text(errors="replace").strip()).is_dir()
+    return bool(lines) and lines[-1].startswith('{"summary"') and not has_lost
 
 
 def _newest_run() -> Path:

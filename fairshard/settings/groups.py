@@ -155,6 +155,10 @@ def _saved(group: ProcessGroup) -> SavedGroup:
 
 
 def _groups_of(mesh: DeviceMesh, strategy: ShardingStrategy) -> Groups:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"`device_mesh` must be a DeviceMesh, but is {type(mesh).__name__}. Make one with init_device_mesh."
+        )
     wanted = 2 if strategy.is_hybrid else 1
     if mesh.ndim != wanted:
         raise ValueError(

@@ -77,6 +77,26 @@ def test_a_run_that_has_finished_is_resumed_to_go_on_beyond(run_folder, capfd):
     assert (longer.steps, longer.lr_steps, longer.warmup_steps) == (450, 40, 20)
 
 
+def test_a_finished_run_that_has_lost_its_newest_checkpoint_is_not_called_finished(run_folder):
+    """The ranks say which checkpoint is missing, and what to do."""
+    with (run_folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 40, "loss": 4.0}\n{"summary": {}}\n')
+    checkpoints = run_folder / "checkpoints"
+    (checkpoints / "step-00000040").mkdir(parents=True, exist_ok=True)
+    (checkpoints / "latest").write_text("step-00000040\n")
+    with pytest.raises(OptionError, match="has finished"):
+        chosen_options({"out": run_folder, "resume": True})
+    (checkpoints / "step-00000040").rmdir()
+    assert chosen_options({"out": run_folder, "resume": True}).steps == 40
+
+
+def test_a_config_that_is_no_dictionary_is_quoted(run_folder):
+    """The error says what it holds."""
+    (run_folder / "config.json").write_text("[1]")
+    with pytest.raises(OptionError, match=r"config.json cannot be read: it holds \[1\]"):
+        chosen_options({"out": run_folder, "resume": True})
+
+
 def test_a_rank_waits_for_two_minutes_on_the_cpu(monkeypatch):
     """The timeout of the process group is 120 s on the CPU, not gloo's 30 minutes; `--timeout` is another."""
     seen = []

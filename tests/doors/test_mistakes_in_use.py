@@ -243,6 +243,21 @@ MISTAKES = {
         ("The folder of a timeline must exist, but nowhere does not", "Make it first"),
         lambda: draw(fairshard.timeline(FSDP(layer()), "nowhere/step.png")),
     ),
+    "timeline in an unknown format": (
+        ValueError,
+        ("A path of a timeline must end in .json, .png, .pdf, .svg, but is 'step.pngg'",),
+        lambda: draw(fairshard.timeline(FSDP(layer()), "step.pngg")),
+    ),
+    "timeline into a folder": (
+        ValueError,
+        ("A path of a timeline must end in .json, .png, .pdf, .svg, but is '/tmp'",),
+        lambda: draw(fairshard.timeline(FSDP(layer()), "/tmp")),
+    ),
+    "a mesh that is a number": (
+        TypeError,
+        ("`device_mesh` must be a DeviceMesh, but is int", "init_device_mesh"),
+        lambda: FSDP(layer(), device_mesh=5),
+    ),
     "clipping with torch's arguments": (
         TypeError,
         ("`max_norm` of clip_grad_norm_ must be a number, but is a generator", "`model.clip_grad_norm_(max_norm)`"),

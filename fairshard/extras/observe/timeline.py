@@ -52,6 +52,7 @@ _COLORS = {
     "optimizer step": "#4a4a4a",
 }
 _COMMUNICATION = ("gather", "reduce", "copy")
+_ENDINGS = (".json", ".png", ".pdf", ".svg")
 _INCHES = 10.0
 _LETTER = 0.0078  # of the whole width, per letter: a bar too narrow for its name has a shorter one, or none
 _THIN = 0.002  # of the whole width: a bar this thin has no edge, which would cover it
@@ -73,17 +74,22 @@ class Bar:
 def timeline(model: nn.Module, *paths: Path | str, title: str = "") -> Iterator[None]:
     """Observe ``model`` in the block; rank 0 then writes the timeline of all ranks to each path. **Collective.**
 
-    A path that ends in ``.json`` gets Chrome's trace (`write_trace`), any other a picture (`draw_timeline`). Their
-    folders must exist. Ranks may have different clocks: each counts time from when it has heard from all others::
+    A path that ends in ``.json`` gets Chrome's trace (`write_trace`), one that ends in ``.png``, ``.pdf`` or ``.svg`` a
+    picture (`draw_timeline`). Their folders must exist. Ranks may have different clocks: each counts time from when it
+    has heard from all others::
 
         with fairshard.timeline(model, "step.png", "step.json"):
             model(inputs).sum().backward()
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: ``model`` contains no unit; on every rank, if a folder does not exist on rank 0.
+        ValueError: ``model`` contains no unit; a path has another ending; on every rank, if a folder does not exist on
+            rank 0.
     """
     unit = units_to("to be observed", model, "Shard it first.")[0]
+    odd = [path for path in paths if Path(path).suffix not in _ENDINGS]
+    if odd:
+        raise ValueError(f"A path of a timeline must end in {', '.join(_ENDINGS)}, but is {str(odd[0])!r}.")
     group = host_group()
     missing = gather_objects([str(Path(path).parent) for path in paths if not Path(path).parent.is_dir()], group)[0]
     if missing:
