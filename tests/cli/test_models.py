@@ -145,7 +145,9 @@ def test_a_model_writes_a_text(door):
 @on_ranks(2)
 def test_the_loop_calls_back_after_every_step(tmp_path):
     """`train` runs in the caller's process group, and `on_step` gets the lines of ``metrics.jsonl`` on every rank."""
-    (tmp_path / "text").write_text(WORDS * 30)
+    if dist.get_rank() == 0:
+        (tmp_path / "text").write_text(WORDS * 30)
+    dist.barrier()
     seen = []
     options = replace(SMALL, data=tmp_path / "text", out=tmp_path / "run", steps=3, save_every=0)
     assert train(options, on_step=lambda metrics: seen.append((metrics.step, metrics.loss))) == tmp_path / "run"
