@@ -1,11 +1,11 @@
 """One backward: created when autograd reaches the first unit, it executes the schedule, and is dropped at the end.
 
-Each rank executes the whole schedule in order. It stops before a mark that its own autograd has not passed yet, and
-ignores marks of other ranks. For a unit that its own backward does not reach, a rank only serves the others: it
-contributes its row to the gather, and zeros to the bucket::
+Each rank executes the whole schedule in order. It stops before a mark that its own autograd has not passed yet
+(`Plan.stops`), and ignores marks of other ranks. For a unit that its own backward does not reach, a rank only serves
+the others: it contributes its row to the gather, and zeros to the bucket::
 
     event on this rank                    steps executed
-    backward reaches a call's outputs     all up to its AT, then those that follow, up to the next mark
+    backward reaches a call's outputs     all up to its AT, or to its RECOMPUTE, then those up to the next mark
     checkpoint runs a unit again          all up to its RECOMPUTE, then the gathers of the whole segment
     graph task ends                       all that remain
 
@@ -42,10 +42,10 @@ class Backward:
         passes: those of the plan, which a later backward may reach, too.
         used: units that this rank has computed with, since their last free.
         outer: the backward inside of which this one began, if any.
-        task: returns None once the graph task has ended; after an exception the task ends without calling ``on_end``.
+        task: returns None once the graph task is over, also after an exception, which does not call ``on_end``.
     """
 
-    _cursor: int | None = 0  # position of the next step; None while one is executed, and if it has raised
+    _cursor: int | None = 0  # position of the next step; None while one communicates, and if that has raised
     _passed = -1  # position of the last mark that this rank has passed
 
     def __init__(self, plan: Plan, outer: Backward | None = None, on_end: Callable[[], None] | None = None) -> None:
@@ -66,7 +66,7 @@ class Backward:
         return unit in self.plan.listed or unit in self.used
 
     def covers(self, call: CallRecord[Unit]) -> bool:
-        """Whether it was planned with ``call``."""
+        """Whether the plan contains ``call``."""
         calls = self.plan.calls
         return 0 <= call.index < len(calls) and calls[call.index] is call
 
@@ -138,22 +138,22 @@ class Backward:
         while cursor is not None and cursor < end and (cursor <= passed or cursor not in plan.stops):
             self._cursor = None
             kind, number, call = steps[cursor]
-            unit = self.units[number]
+            unit, is_own = self.units[number], cursor in plan.stops
             if kind is _GATHER:
                 self._gather(unit)
             elif kind is _SEND:
                 self._send(unit, number in plan.schedule.yields)
-            elif kind is _FREE:
+            self._cursor = cursor = cursor + 1  # if what follows raises, other ranks are served all the same
+            if kind is _FREE:
                 self.used.discard(unit)
                 unit.finish_pass()
-            elif kind is _AT and cursor in plan.stops:
+            elif kind is _AT and is_own:
                 self._arrive(plan.calls[call])
-            self._cursor = cursor = cursor + 1
 
     def _gather(self, unit: Unit) -> None:
         unit.on(Event.NEEDED)
         if unit in self.plan.unseen:
-            unit.wait_unshard()  # nothing will show when autograd gets there
+            unit.wait_unshard()  # no hook will tell when autograd gets there
         if unit.root.shared.bucketer.due:
             unit.root.shared.bucketer.send_due()
 
@@ -173,14 +173,10 @@ class Backward:
         May raise what a user's hook on gradients raises.
         """
         self._walk(len(self.plan.schedule.steps))
-        for unit, flat_param, _ in self.plan.leaves:
-            if not flat_param.line.numel:
-                flat_param.drop_grads()
-            elif 1 not in flat_param.reached and flat_param.has_leaf_grads:
-                raise unexpected_error(flat_param.name)
-            elif unit.sync and flat_param.has_leaf_grads:
-                raise late_error(unit.fqn)
-        found = self.plan.agree_on_leaves() if self.plan.flags & ASSUMED else None
+        error = self._late_grads()
+        found = self.plan.agree_on_leaves() if self.plan.flags & ASSUMED else None  # other ranks wait for that
+        if error is not None:
+            raise error
         for root in self.roots:
             if any(map(self.lists, root.units)):
                 for unit in root.units:
@@ -191,10 +187,22 @@ class Backward:
                 if 1 in flat_param.reached:
                     flat_param.grad.retract(found[part])  # zeros of parameters that no rank has reached after all
 
+    def _late_grads(self) -> Exception | None:
+        """The error for a gradient that came too late to be sent, if any; drops those of empty flat params."""
+        for unit, flat_param, _ in self.plan.leaves:
+            if not flat_param.line.numel:
+                flat_param.drop_grads()
+            elif flat_param.has_leaf_grads and 1 not in flat_param.reached:
+                return unexpected_error(flat_param.name)
+            elif flat_param.has_leaf_grads and unit.sync:
+                return late_error(unit.fqn)
+        return None
+
     def abandon(self) -> None:
         """After an exception: issue the remaining collectives, and drop their results. **Collective.**
 
-        Ranks may have raised at different steps, or not at all: afterwards all have issued the same collectives.
+        Ranks may have raised at different steps, or not at all: afterwards all have issued the same collectives, unless
+        a collective itself has raised.
         """
         for root in self.roots:
             root.shared.reduce_stream.record().wait()  # it may still add to the gradients that are read next

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fairshard.engine.record import Sight
 from fairshard.utils.autograd import (
     has_custom_node,
     hook_last,
@@ -66,7 +67,11 @@ class CallHooks:
         return tensor
 
     def watch_output(self, tensor: Tensor) -> Tensor:
-        """Report when a backward reaches ``tensor``; an input that is returned unchanged does not count as output."""
+        """Report when a backward reaches ``tensor``; returns it, or a copy (see `Unit.copied_out`).
+
+        An input that is returned unchanged does not count as output.
+        """
+        tensor = self.record.unit.copied_out(tensor)
         if tensor.requires_grad:
             node = tensor.grad_fn
             if node in self._inputs or (node is None and any(tensor is leaf for leaf in self._leaves)):
@@ -77,11 +82,14 @@ class CallHooks:
             self.probes.append(weakref.ref(probe))
         return tensor
 
-    def end(self) -> bool:
-        """All outputs are known; returns whether any has a hook."""
+    def end(self) -> None:
+        """All outputs are known: set what shows whether a backward reaches the call."""
         self._inputs.clear()
         self._leaves.clear()
-        return bool(self.probes)
+        if self.probes:
+            self.record.hooks, self.record.sight = weakref.ref(self), Sight.HOOKS
+        elif any(flat_param.requires_grad for flat_param in self.record.unit.flat_params):
+            self.record.sight = Sight.LEAVES
 
     def is_reached(self, by_inputs: bool) -> bool:
         """Whether the running graph task will execute a part of the call.

@@ -1,8 +1,8 @@
 """When a unit is gathered and when it is freed: one pure function.
 
-The engine asks `action` at every event of a unit, and does what it says; nothing else gathers or frees. *Invariant*:
-every argument is the same on all ranks of the unit, so the answer is, too, and needs no message. No torch here: the
-table is printed by ``python -m fairshard.engine.residency`` and tested like arithmetic.
+`Unit.on` asks `action` at every event of a unit, and does what it says; nothing else gathers or frees. *Invariant*:
+every argument is the same on all ranks that gather together, so the answer is, too, and needs no message. No torch
+here: the table is printed by ``python -m fairshard.engine.residency`` and tested like arithmetic.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Event(Enum):
 
     PASS_BEGINS = "the outermost call begins"
     ENTER = "a call begins, or the unit is gathered ahead of its call"
-    LEAVE = "a call ends, the last one of the unit's modules"
+    LEAVE = "a call ends; if the unit has several modules, the last of them"
     PASS_ENDS = "the outermost call ends"
     NEEDED = "the schedule says gather"
-    UNNEEDED = "the schedule says free"
+    UNNEEDED = "the schedule needs it no more for one forward"
     BACKWARD_ENDS = "the backward is over"
     UNSHARD = "the user gathers it"
     RESHARD = "the user frees it, or shows it in other memory"
@@ -41,7 +41,7 @@ class Action(Enum):
 
 
 class Keeps(NamedTuple):
-    """What the user wants to stay gathered; read when a pass or a backward begins.
+    """What the user has asked for: when to free, and what to use again; read when a pass or a backward begins.
 
     ``reshard_after_forward``: False for the outermost unit, too, whose backward comes first (unless ``reshard_root``).
     ``keeps_across_passes``: the next forward may use what an earlier one has gathered, if no shard was written to.
@@ -60,8 +60,8 @@ def action(
 
     Args:
         stale: the versions of its shards have moved since it was gathered.
-        open_calls: other calls of it that have begun and not ended.
-        recorded: a backward may follow.
+        open_calls: its open calls, without the one that begins or ends.
+        recorded: a backward may follow, because gradients were enabled.
         hidden: outputs hide their tensors, so that no hook could gather it again in time.
         pinned: the user has gathered it, and no call of it has ended since.
     """
@@ -80,7 +80,7 @@ def action(
         frees = keeps.reshard_after_backward and not hidden
     elif event is Event.BACKWARD_ENDS:
         frees = keeps.reshard_after_backward and not (pinned or hidden)
-    else:
+    else:  # whoever asks has made sure that no call is open
         return Action.FREE if here else Action.NOTHING
     return Action.FREE if here and frees and not open_calls else Action.NOTHING
 

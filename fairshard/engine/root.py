@@ -121,7 +121,7 @@ class Engine:
                 if hooks is not None:
                     hooks.see_inputs(args, kwargs)
             except BaseException:
-                self._end_call(self._running, unit, completed=False)
+                self._end_call(unit, completed=False)
                 raise
         unit.state = TrainingState.FORWARD
         return hooks
@@ -162,18 +162,7 @@ class Engine:
     def leave(self, unit: Unit, outputs: Any, hooks: CallHooks | None) -> Any:
         """The call has returned ``outputs``: attach the hooks of the backward, and free what is to be freed."""
         try:
-            if type(outputs) is Tensor:
-                outputs = unit.copied_out(outputs)
-                if hooks is not None:
-                    outputs = hooks.watch_output(outputs)
-            else:
-                outputs = self._walk_outputs(unit, outputs, hooks)
-            if hooks is not None:
-                if hooks.end():
-                    hooks.record.hooks = weakref.ref(hooks)
-                    hooks.record.sight = Sight.HOOKS
-                elif any(flat_param.requires_grad for flat_param in unit.flat_params):
-                    hooks.record.sight = Sight.LEAVES
+            outputs = _prepare(unit, outputs, hooks)
             again = self.runs_again(unit)
             if not again:
                 self._tell_call_leaves(unit, completed=True)
@@ -182,15 +171,6 @@ class Engine:
             raise
         self._close(unit, again, completed=True)
         return outputs
-
-    @staticmethod
-    def _walk_outputs(unit: Unit, outputs: Any, hooks: CallHooks | None) -> Any:
-        objects = plain_objects(outputs)
-        outputs = apply_to_all(unit.copied_out, outputs, objects)
-        if hooks is None:
-            return outputs
-        unit.is_hidden = unit.is_hidden or objects is None
-        return apply_to_all(hooks.watch_output, outputs, objects)
 
     def abort(self, unit: Unit) -> None:
         """Clean up after a call that raised."""
@@ -203,14 +183,14 @@ class Engine:
             return
         if not unit.open_calls:
             unit.state = TrainingState.IDLE
-        assert self._running is not None
-        self._end_call(self._running, unit, completed)
+        self._end_call(unit, completed)
 
-    def _end_call(self, running: _Running, unit: Unit, completed: bool) -> None:
+    def _end_call(self, unit: Unit, completed: bool) -> None:
+        running = self._running
+        assert running is not None
         if not completed:
             self._tell_call_leaves(unit, completed=False)
-        record = running.open.pop()
-        if record is not None:
+        if running.open.pop() is not None:
             running.record.leave()
         if not unit.awaits_members:
             unit.on(Event.LEAVE, recorded=torch.is_grad_enabled())
@@ -371,6 +351,20 @@ class Engine:
                 "thread is in a forward or backward of the model. Call the model from one thread."
             )
         self._thread = own
+
+
+def _prepare(unit: Unit, outputs: Any, hooks: CallHooks | None) -> Any:
+    """The ``outputs`` of a call for its caller: none in memory that is freed, and all that carry a graph with hooks."""
+    prepare = unit.copied_out if hooks is None else hooks.watch_output
+    if type(outputs) is Tensor:
+        outputs = prepare(outputs)
+    else:
+        objects = plain_objects(outputs)
+        outputs = apply_to_all(prepare, outputs, objects)
+        unit.is_hidden = unit.is_hidden or (hooks is not None and objects is None)
+    if hooks is not None:
+        hooks.end()
+    return outputs
 
 
 _PLACE = attrgetter("place")

@@ -7,9 +7,10 @@ others), 1 and 2, called in this order::
     forward     | 0 begins | 1 begins, ends | 2 begins, ends | 0 ends |
     schedule    AT 0  GATHER 2    AT 2  GATHER 1    DONE 2  FREE 2  SEND 2    AT 1    DONE 1  FREE 1  SEND 1 ...
 
-*Invariant*: a unit is sent once, after its last call, and freed after its last call in each forward; freed first, so
-that the bucket can take the memory of the parameters. Exception: it stays gathered if the next call is one of the same
-unit. Whether and where a step is in the list never depends on the reach, memory or timing of a single rank.
+*Invariant*: a unit is sent once, after its last call. A FREE step follows its last call in each forward, before SEND,
+so that the bucket can take the memory of the parameters, and not where the next call is one of the same unit;
+`residency` says whether it frees. Whether and where a step is in the list never depends on the reach, memory or timing
+of a single rank.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class UnitRule(NamedTuple):
 
     ``frees``: whether it is freed after its last call, and then needs a gather. ``frees_between``: whether it is also
     freed when the backward of an earlier forward still needs it; for exceptions see the invariant. ``ahead``: the units
-    to gather when the backward reaches it; None: the one that the backward should reach next. ``waits``: gather those
-    only when this unit is done.
+    to gather when the backward reaches it, or none; None: the one that the backward should reach next. ``waits``:
+    gather those only when this unit is done. `Plan` makes it.
     """
 
     frees: bool = True
@@ -74,7 +75,7 @@ class Schedule:
     Attributes:
         segments: the calls of each checkpoint, in order.
         sends: the units whose gradients are sent, in order.
-        yields: those of them that a gather follows before the next send.
+        yields: those of ``sends`` with a gather before the next send.
     """
 
     steps: list[Step] = field(default_factory=list)

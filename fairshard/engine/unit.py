@@ -1,4 +1,11 @@
-"""One wrapped module, or several, whose parameters are gathered and freed together."""
+"""One wrapped module, or several, whose parameters are gathered and freed together.
+
+What `Engine` calls for each call of the unit, and `Backward` for what it computes there::
+
+    forward             on(ENTER)  wait_unshard  open | compute | close  on(LEAVE)
+    backward            on(NEEDED)  begin_backward | gradients | finish_pass: on(UNNEEDED)  send_grads
+    a checkpoint again  begin_backward  open | compute | close  begin_backward
+"""
 
 from __future__ import annotations
 
@@ -38,13 +45,12 @@ class Unit:
         buffers: the modules' buffers in ``buffer_dtype``, if that is set.
         memory: what this rank holds; `on` gathers and frees, `wait_unshard` makes it whole.
         groups, config: the process groups and options, of which the engine knows the ``rule`` only.
-        ahead_in_forward, ahead_in_backward: units named by the user, gathered instead of the one that followed this one
-            in the last pass, or that the backward should reach next.
+        ahead_in_forward, ahead_in_backward: units that the user has named, gathered instead of the predicted one.
         predicts_forward: whether a forward gathers the one that followed, if the user has named none.
         keeps: what the user wants to stay gathered, as of the last `settle`.
-        stamp: version counters of the shards when they were gathered; ``seen``: when the pass began.
+        stamp: version counters of the shards when they were last gathered; ``seen``: when they were last read.
         open_calls: calls that have begun and not ended.
-        is_hidden: its outputs hide tensors from which a backward could begin.
+        is_hidden: an output cannot be looked into, so a backward that begins there cannot be noticed in time.
         is_pinned: the user has gathered it between passes, and no call of it has ended since.
     """
 
@@ -135,7 +141,7 @@ class Unit:
         return self.members is not None and self.members.has_uncalled
 
     def settle(self) -> None:
-        """Read what the user has asked for: a pass or a backward begins."""
+        """A pass or a backward begins: read the user's settings."""
         stays = self is self.root.units[0] and not self.rule.reshard_root  # the backward reaches it first
         after_forward = bool(self.reshard_after_forward) and not stays
         after_backward = self.reshard_after_backward and not (self.rule.keeps_in_no_sync and not self.sync)
@@ -222,7 +228,7 @@ class Unit:
             flat_param.unshard(in_backward)
 
     def wait_unshard(self) -> None:
-        """Wait until the parameters are whole, if they are on their way."""
+        """Wait until the parameters are whole, if a gather is running."""
         if self.memory is State.GATHERING:
             for flat_param in self.flat_params:
                 flat_param.wait_unshard()
@@ -307,7 +313,7 @@ class Unit:
                 flat_param.wait_unshard()  # gives leaves their shapes, but no memory
 
     def _leaf_hook(self) -> Callable[[Tensor], None]:
-        """The hook on leaves: tells the engine of a gradient with which nothing has shown yet that this rank computes.
+        """The hook on leaves: tells the engine of a gradient of a unit that no hook on an output has announced.
 
         Its references are weak, because the garbage collector cannot see hooks.
         """
@@ -340,7 +346,7 @@ class Unit:
                 flat_param.accumulate()
 
     def finish_pass(self) -> None:
-        """A backward has finished with one forward of the unit."""
+        """A backward needs the unit no more for one of its forwards."""
         self.on(Event.UNNEEDED)
         self.stop_computing()
 
@@ -357,7 +363,7 @@ class Unit:
                 flat_param.reshard()
 
     def end_backward(self, awaited: bool) -> None:
-        """The backward is over; ``awaited``: another one of the same forwards follows, and needs the unit first."""
+        """The backward is over; ``awaited``: another backward of the same forwards follows, and needs the unit."""
         self.stop_computing()
         if not awaited:
             for part in self.parts:

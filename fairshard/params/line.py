@@ -15,8 +15,8 @@ from fairshard.utils.collectives import Communicator, RowGather
 from fairshard.utils.layout import FlatLayout
 
 _MAX_ROWS_APART = {"cpu": 6, "device": 64}
-"""Most rows of a block that are copied to one by one: on the CPU a view of more costs less host time than their copies;
-one kernel of CUDA's foreach copy fills up to 64 tensors, if each is contiguous."""
+"""Up to this many rows of a block are copied one by one. With more, one strided view takes less host time on the CPU;
+one kernel of CUDA's foreach copy fills up to 64 contiguous tensors."""
 
 
 class FlatLine:
@@ -55,11 +55,11 @@ class FlatLine:
         return shard
 
     def gathered_in(self, buffer: Tensor, comm: Communicator) -> Gathered:
-        """Memory of the whole parameters, gathered into ``buffer`` ``[W, S]``: here they compute in it."""
+        """Memory of the whole parameters, gathered into ``buffer`` ``[W, S]``; subclasses may copy out of it."""
         return self.in_place(buffer, comm)
 
     def in_place(self, buffer: Tensor, comm: Communicator) -> Gathered:
-        """Memory of the whole parameters: ``buffer`` ``[W, S]``; the leaves point to it."""
+        """Memory of the whole parameters: ``buffer`` ``[W, S]`` itself, to which the leaves point."""
         return Gathered(self.gather_of(buffer, comm), buffer, self.row_of(buffer), self.params_of(buffer))
 
     def empty(self, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -68,14 +68,14 @@ class FlatLine:
 
     @staticmethod
     def join_gathers(flat_params: Sequence[Any]) -> None:
-        """Make those of ``flat_params``, all of one unit, share a gather whose lines can; here none."""
+        """Let ``flat_params``, all of one unit, share one gather, if their kind of line can; this one cannot."""
 
     def row_of(self, line: Tensor) -> Tensor:
         """This rank's row of a whole ``line``, as a view."""
         return line[self.rank]
 
     def gather_of(self, line: Tensor, comm: Communicator) -> Gather:
-        """The gather that fills a whole ``line``, in which this rank's row is written before."""
+        """The gather that fills a whole ``line``; the caller writes this rank's row first."""
         return RowGather(comm, line)
 
     def params_of(self, line: Tensor) -> list[Tensor]:
@@ -92,7 +92,7 @@ class FlatLine:
         return runs
 
     def bucket_views(self, columns: Any) -> list[list[Tensor]]:
-        """For each parameter, the runs of ``columns`` ``[W, S]`` with its gradient; the last entry: the padding."""
+        """For each parameter, the runs of ``columns`` ``[W, S]`` for its gradient; the last entry: the padding."""
         if columns.is_contiguous():
             gaps = [columns.view(-1)[gap.start : gap.stop] for gap in self.layout.gaps]
             return [*([whole] for whole in self.params_of(columns)), gaps]

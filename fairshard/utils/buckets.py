@@ -1,7 +1,7 @@
 """Reduce-scatter of many small gradients as few large buckets.
 
 The engine lists the gradients in order beforehand. Consecutive ones of one kind share a bucket up to the cap, each
-bucket is opened at its exact width, and gradients are written directly into the buffer that is sent::
+bucket is opened at its exact width, and gradients are written into the buffer that is sent::
 
     bucket [world_size, width]        | A: columns 0..a | B: columns a..a+b |
                               row 0   |  to rank 0      |  to rank 0        |
@@ -81,7 +81,7 @@ class Bucket:
     because a second copy of a few KiB takes less host time than a copy for each run.
 
     Attributes:
-        missing: the indexes of sources that have not written since `close`.
+        missing: the indexes of sources that have not written since the memory was freed.
     """
 
     def __init__(self, sources: Sequence[GradSource]) -> None:
@@ -118,7 +118,7 @@ class Bucket:
 
     @property
     def is_open(self) -> bool:
-        """Whether any source has written since `close`."""
+        """Whether any source has written since the memory was freed."""
         return len(self.missing) < len(self.sources)
 
     def write(self, index: int, zeros: bool = False) -> bool:
@@ -217,7 +217,7 @@ def pack(order: Sequence[Any], bucket_cap_mb: float) -> list[list[Any]]:
 
 
 def is_crowded(nbytes: int, flying: Sequence[int], bucket_cap_mb: float) -> bool:
-    """Whether a bucket must wait for memory: two are in flight, or all together would exceed two caps."""
+    """Whether a bucket must wait for memory: two are in flight, or all together have more than two caps of bytes."""
     return len(flying) >= _MAX_IN_FLIGHT or nbytes + sum(flying) > 2 * bucket_cap_mb * MB
 
 
@@ -236,7 +236,7 @@ class Bucketer:
         self._flying: deque[tuple[Bucket, Transfer]] = deque()
         self.due: list[tuple[Bucket, Event]] = []  # complete at an event; sent after the next gather
         self.drops = False  # send zeros instead of gradients, and drop the sums
-        self._error: Exception | None = None  # of a user's hook: raised by `drain`, when all ranks have sent all
+        self._error: Exception | None = None  # of a gradient or a hook: raised by `drain`, when all ranks have sent all
 
     def plan(self, order: Sequence[GradSource]) -> None:
         """Plan buckets for the gradients of ``order``, in that order; repeating the last plan costs nothing."""
@@ -250,7 +250,9 @@ class Bucketer:
     def reduce(self, source: GradSource, yields: bool = False) -> None:
         """Write the gradients of ``source`` to its bucket, and send the bucket if it is complete.
 
-        ``source.accept_grad`` receives the mean after a wait: when two buckets are in flight, or in `drain`.
+        ``source.accept_grad`` receives the mean when the bucket lands: at the latest in `drain`, before that to make
+        room or once the sum is complete; on an accelerator that is queued at launch. With one rank it runs here. If the
+        gradients cannot be written, zeros are sent, and `drain` raises.
         ``yields``: a gather follows. On an accelerator, a bucket of several sources then waits for `send_due`, because
         its sum would hold up the gather, which compute needs sooner.
         """
@@ -265,7 +267,12 @@ class Bucketer:
             bucket, index = source.bucket_kind([source]), 0
         while self._flying and (self._flying[0][1].is_completed() or self._is_crowded(bucket)):
             self._land()
-        if not bucket.write(index, zeros=self.drops):
+        try:
+            is_complete = bucket.write(index, zeros=self.drops)
+        except Exception as error:  # the other ranks wait for what this one has to send
+            self._error = self._error or error
+            is_complete = bucket.write(index, zeros=True)
+        if not is_complete:
             return
         if yields and len(bucket.sources) > 1 and not bucket.data.is_cpu:
             self.due.append((bucket, now(bucket.data.device)))
@@ -280,7 +287,7 @@ class Bucketer:
             self.launch(*self.due.pop())
 
     def drain(self) -> None:
-        """Send all waiting buckets, full or not, and wait for all sums; raise what a user's hook has raised."""
+        """Send all waiting buckets, full or not, and wait for all sums; raise what a gradient or a hook has raised."""
         self.send_due()
         flying = [bucket for bucket, _ in self._flying]
         for bucket in dict.fromkeys([bucket for bucket, _ in self._place.values()]):
@@ -303,7 +310,7 @@ class Bucketer:
     def launch(self, bucket: Bucket, written: Event | None = None) -> None:
         """Start the sum of ``bucket`` over ranks; on an accelerator also queue its delivery.
 
-        ``written``: when its last gradient was in it; None: when all work queued so far is done.
+        ``written``: when its last gradient was in it; None: after all work queued so far.
         """
         self._stream.wait(written or now(bucket.data.device))
         with self._stream.use():

@@ -1,5 +1,6 @@
 """An exception in a pass reaches the user, and the next step is clean, on all ranks or on one that retries."""
 
+import contextlib
 import copy
 import gc
 import time
@@ -9,10 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fairshard.checks import optimizer_check
 from fairshard.engine.tree import every_root, units_below
-from fairshard.errors import FairshardError, PartialGradientError
+from fairshard.errors import (
+    BackwardOrderError,
+    FairshardError,
+    PartialGradientError,
+    RanksDisagreeError,
+    ShardChangedError,
+)
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.nn.data_parallel import TrainingState
@@ -211,6 +219,85 @@ def test_a_skipped_batch_leaves_no_mixture_of_gradients(door, comes_after):
     optimizer.zero_grad()
     loss_of(wrapped, 3).backward()
     optimizer.step()
+
+
+class Skipping(nn.Module):
+    """A first layer that only rank 0 trains, and two that all train."""
+
+    is_unit = True
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+        for layer in self.children():
+            layer.is_unit = True
+
+    def forward(self, x):
+        first = self.first(x)
+        return self.third(self.second(first if dist.get_rank() == 0 else first.detach()))
+
+
+class NoMemory:
+    """Replaces ``FlatParam.write_grads``, where the copy of a gradient finds no memory."""
+
+    def __init__(self, flat_param):
+        self.flat_param = flat_param
+
+    def __call__(self, views):
+        self.flat_param.drop_grads()
+        raise MemoryError("for a gradient")
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
+@pytest.mark.parametrize("fault", [ShardChangedError, MemoryError])
+@pytest.mark.parametrize("bucket_cap_mb", [0, 25])
+def test_a_fault_of_one_rank_holds_up_no_other(door, fault, bucket_cap_mb):
+    """Rank 0 raises where its backward reaches a layer; the others serve that layer, end, and hear of it next."""
+    wrapped = shard(Skipping().to(rank_device()), door, bucket_cap_mb=bucket_cap_mb)
+    wrapped(randn(3, 4)).sum().backward()
+    wrapped.zero_grad()
+    loss = wrapped(randn(3, 4)).sum()
+    flat_param = next(unit for name, unit in units_below(wrapped) if name.endswith("first")).flat_params[0]
+    if fault is ShardChangedError:
+        with torch.no_grad():
+            flat_param.shard.mul_(2)
+    elif dist.get_rank() == 0:
+        flat_param.write_grads = NoMemory(flat_param)
+    with pytest.raises(fault) if dist.get_rank() == 0 else contextlib.nullcontext():
+        loss.backward()
+    flat_param.__dict__.pop("write_grads", None)
+    with pytest.raises(RanksDisagreeError, match="1 on rank 0; 0 on rank"):
+        wrapped(randn(3, 4)).sum().backward()
+
+
+class Checkpointed(nn.Linear):
+    """A layer in a reentrant checkpoint, which makes its graph in the backward."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
+def test_a_late_gradient_of_one_rank_holds_up_no_other(door):
+    """Ranks compare what a reentrant checkpoint has reached, after the backward: also with a rank that then raises."""
+    layers = nn.Sequential(Checkpointed(4, 4), nn.Linear(4, 4)).to(rank_device())
+    layers.is_unit = layers[0].is_unit = layers[1].is_unit = True
+    wrapped = shard(layers, door)
+    x = randn(3, 4).requires_grad_()
+    leaf = units_below(wrapped)[-1][1].flat_params[0].slots[0].leaf
+
+    def come_late(grad):
+        leaf.grad = torch.zeros_like(leaf)
+
+    if dist.get_rank() == 0:
+        x.register_hook(come_late)
+    loss = wrapped(x).sum()
+    with pytest.raises(BackwardOrderError) if dist.get_rank() == 0 else contextlib.nullcontext():
+        loss.backward()
+    with pytest.raises(RanksDisagreeError, match="1 on rank 0; 0 on rank"):
+        wrapped(x.detach()).sum().backward()
 
 
 @on_ranks(2)
