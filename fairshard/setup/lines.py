@@ -11,9 +11,8 @@ from torch import nn
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.check import FUNCTION_OF_PARAMETER
 from fairshard.settings.placements import Owned, RowBlocks
-from fairshard.utils.owned_layout import OwnedLayout
 from fairshard.utils.owners import balanced_owners
-from fairshard.utils.ragged_layout import RaggedLayout
+from fairshard.utils.placed_layout import OwnedLayout, RaggedLayout
 from fairshard.utils.ragged_plan import Blocks, plan_blocks
 
 PlacementFn = Callable[[nn.Parameter], Any]

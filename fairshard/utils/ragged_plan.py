@@ -9,9 +9,10 @@ The problem is as hard as bin packing: tensors of one block each are its items, 
 
 **Heuristic**: for a width ``S``, tensors are placed one after the other, those with the largest blocks first, each at
 the next position where all cuts fall between its blocks. A tensor that holds two cuts needs an ``S`` that is a multiple
-of its block; therefore widths are tried upwards from the mean, or from what one tensor needs, in steps of the least common multiple of the largest
-1, 2, 3 ... sizes of blocks. The least width at which everything fits is kept. If each size of a block divides the next
-larger one, tensors leave no gaps, and ``S`` is less than one largest block above the mean.
+of its block; therefore widths are tried upwards from the mean, or from what one tensor needs, in steps of the least
+common multiple of the largest 1, 2, 3 ... sizes of blocks. The least width at which everything fits is kept. If each
+size of a block divides the next larger one, tensors leave no gaps, and ``S`` is less than one largest block above the
+mean.
 
 Tensors of a unit may lie on several lines, those with large blocks apart from those with small ones. Each line is one
 more collective, so it must shorten the rows by `WORTH_A_LINE` of the unit, and by `LEAST_SAVED` elements of all ranks.

@@ -8,16 +8,21 @@ For direct exchanges, where more messages cost less than to copy large parameter
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fairshard.params.gathered import Gather
-from fairshard.utils.part_gather import MAX_PARTS, PartGather
-from fairshard.utils.rows_layout import RowsLayout
+from fairshard.utils.collectives import Communicator, RowGather
+from fairshard.utils.placed_layout import RowsLayout
 from fairshard.utils.storage import free_storage_
+from fairshard.utils.transfers import Transfer, wait_all
 from fairshard.views.copied_out import Beside, CopiedOut
+
+MAX_PARTS = 255
+"""Most parts of one gather: their numbers take 8 bits of the tag."""
 
 _MIN_NBYTES = 1 << 17
 """Least bytes that a rank sends of a parameter that is received in place (docs/notes/history.md, Collectives)."""
@@ -29,6 +34,43 @@ def large_params(layout: RowsLayout, itemsize: int) -> list[int]:
     least = _MIN_NBYTES * layout.world_size
     large = [index for index, ((rows, _), numel) in sizes if rows is not None and numel * itemsize >= least]
     return large[:MAX_PARTS]
+
+
+class PartGather(RowGather):
+    """Gathers ``rows`` ``[W, n]``, and each of ``parts``: one tensor per rank, which that rank fills and sends.
+
+    The tensors of a part may differ in size, and be empty. Needs the direct exchange of ``comm``; counts as one gather.
+    """
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, comm: Communicator, rows: Tensor, parts: Sequence[Sequence[Tensor]]) -> None:
+        super().__init__(comm, rows)
+        own, exchange = comm.rank, comm.exchange
+        assert exchange is not None
+        assert len(parts) <= MAX_PARTS
+        self._nbytes += sum(each.nbytes for part in parts for rank, each in enumerate(part) if rank != own)
+        self._parts: list[tuple[Callable[..., Any], list[Tensor], int, int]] = []
+        for source, target in comm.peers:
+            for number, part in enumerate(parts, 1):
+                if part[source].numel():
+                    self._parts.append((exchange.recv, [part[source]], source, number << 8))
+                if part[own].numel():
+                    self._parts.append((exchange.send, [part[own]], target, number << 8))
+
+    def start(self, tag: int) -> Transfer:
+        """Gather; this rank's row and parts are already written. See `RowGather.start`."""
+        works: list[Any] = []
+        if self.buffer.numel():
+            works += super().start(tag).works
+        else:
+            self.comm.count("all_gather", self._nbytes)
+        try:
+            for message, tensors, peer, number in self._parts:
+                works.append(message(tensors, peer, tag | number))
+        except Exception as error:
+            wait_all(works, error)
+        return Transfer(works, self.buffer)
 
 
 class ReceivedInPlace(CopiedOut):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairshard.utils.owners import balanced_owners
-from fairshard.utils.ragged_layout import RaggedLayout
+from fairshard.utils.placed_layout import RaggedLayout
 from fairshard.utils.ragged_plan import Blocks, plan_blocks, plan_line
 
 tensors = st.lists(st.builds(Blocks, st.integers(1, 6), st.integers(0, 30)), min_size=1, max_size=8).map(tuple)

@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor
 from fairshard.nn import fully_shard
 from fairshard.utils.collectives import counters, exchange_tag, reset_counters
 from fairshard.utils.groups import communicator
-from fairshard.utils.part_gather import PartGather
-from fairshard.utils.rows_layout import RowsLayout
+from fairshard.utils.placed_layout import RowsLayout
 from fairshard.utils.transfers import Transfer
-from fairshard.views.received_in_place import ReceivedInPlace, large_params
+from fairshard.views.received_in_place import PartGather, ReceivedInPlace, large_params
 from tests.doors.fully_shard.test_custom_comms import CountingGather
 from tests.kit import CopyCounter
 from tests.on_ranks import on_ranks
