@@ -8,7 +8,7 @@ ones among them, run on this rank's rows. All others raise: nothing is gathered,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -31,6 +31,7 @@ from fairshard.utils.span_tensor import SpanTensor
 from fairshard.utils.tensors import form_of
 
 
+@dataclass(init=False, unsafe_hash=True)
 class RaggedShard(Placement):
     """Rows of a tensor on consecutive ranks: ``head`` on rank ``first``, ``each`` on the next ones, until none is left.
 
@@ -38,6 +39,10 @@ class RaggedShard(Placement):
 
     Source: veScale-FSDP, for the name.
     """
+
+    first: int
+    head: int
+    each: int
 
     def __init__(self, first: int, head: int, each: int) -> None:
         super().__init__()
@@ -59,23 +64,11 @@ class RaggedShard(Placement):
             "Use the parameter's `full_tensor()`, its `to_local()`, or a state dict."
         )
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RaggedShard) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __repr__(self) -> str:
-        return f"RaggedShard(first={self.first}, head={self.head}, each={self.each})"
-
-    __str__ = __repr__
+    def __str__(self) -> str:
+        return repr(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RaggedShard, self._key
-
-    @property
-    def _key(self) -> tuple[int, int, int]:
-        return self.first, self.head, self.each
+        return RaggedShard, (self.first, self.head, self.each)
 
 
 class RaggedTensor(DTensor):

@@ -53,7 +53,7 @@ class Ragged(AlignedLine):
         return self.placement(index).rows_on(self.rank, shape[0]).numel, *shape[1:]
 
 
-class Runs(tuple[Tensor, ...]):
+class RunsByRank(tuple[Tensor, ...]):
     """A source's part of the bucket: for each rank the run of what it owns."""
 
     def zero_(self) -> None:
@@ -73,13 +73,13 @@ class OwnedBucket(Bucket):
         bucket    | A for rank 0 | B for rank 0 | A for rank 1 | B for rank 1 | ...     units A and B
     """
 
-    def _make_columns(self) -> Sequence[Runs]:
+    def _make_columns(self) -> Sequence[RunsByRank]:
         first, widths = self.sources[0], [source.line.layout.widths for source in self.sources]
         by_rank = list(zip(*widths, strict=True))
         self.data = torch.empty(sum(map(sum, by_rank)), dtype=first.reduce_dtype, device=first.compute_device)
         self._rows = self.data.split([sum(each) for each in by_rank])
         runs = self.data.split([width for each in by_rank for width in each])
-        return [Runs(runs[index :: len(widths)]) for index in range(len(widths))]
+        return [RunsByRank(runs[index :: len(widths)]) for index in range(len(widths))]
 
     def _reduce(self, tag: int) -> Transfer:
         return reduce_rows(self.comms.reduce, self.data, self._rows, tag)

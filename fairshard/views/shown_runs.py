@@ -35,7 +35,7 @@ _TRAINS = attrgetter("requires_grad")  # `map` with it costs less host time than
 
 
 class ShownRuns(ShownShard):
-    """A view of the shard for each original parameter, ``[n]`` with ``n >= 0``."""
+    """A view of the shard for each original parameter, ``[n]`` with ``n >= 0``, or in the parameter's shape."""
 
     def __init__(self, slots: list[ParamSlot], line: FlatLine, on_cpu: bool = False) -> None:
         super().__init__(slots, line, on_cpu)
@@ -47,24 +47,25 @@ class ShownRuns(ShownShard):
 
     def _make_views(self) -> tuple[nn.Parameter, ...]:
         """This rank's run of each parameter, as a view of the shard."""
-        runs = self.line.runs_of(self.shard.detach())
-        return tuple(nn.Parameter(run, requires_grad=self.shard.requires_grad) for _, run in runs)
+        runs = enumerate(self.line.runs_of(self.shard.detach()))
+        views = [self.shown_as(index, run) for index, (_, run) in runs]
+        return tuple(nn.Parameter(view, requires_grad=self.shard.requires_grad) for view in views)
 
     def own_of(self, index: int) -> Tensor:
         """This rank's elements of ``registered[index]``, in memory order."""
         return self.elements_of(index, self.registered[index])
 
     def elements_of(self, index: int, value: Tensor) -> Tensor:
-        """This rank's elements of ``value``, which has the shape of ``registered[index]``."""
-        return value.detach()
+        """This rank's elements of ``value``, shaped like ``registered[index]``, in memory order; a view if it can."""
+        return value.detach().reshape(-1) if self.keeps_shapes else value.detach()
 
     def shown_as(self, index: int, run: Tensor) -> Tensor:
         """``run``, this rank's elements of parameter ``index``, in the shape of ``registered[index]``; no copy."""
-        return run
+        return run.view(self.slots[index].shape) if self.keeps_shapes else run
 
     def set_view(self, index: int, run: Tensor) -> None:
         """Make ``registered[index]`` a view of ``run``."""
-        set_data(self.registered[index], run)
+        set_data(self.registered[index], self.shown_as(index, run))
 
     def stepped_by(self, flat_param: Any) -> Sequence[OrigParam]:
         """The `OrigParam` of each original parameter."""
@@ -79,7 +80,7 @@ class ShownRuns(ShownShard):
         return grad
 
     def _new_grad(self, *args: Any) -> ViewedGrad:
-        return ViewedGrad(*args)
+        return WholeGrad(*args) if self.keeps_shapes else ViewedGrad(*args)
 
     # ---- following
 
@@ -100,22 +101,32 @@ class ShownRuns(ShownShard):
 
     @property
     def has_moved(self) -> bool:
-        """Whether a view no longer lies in the shard."""
-        return self._own_addresses() != self._addresses
+        """Whether a view no longer lies in the shard, or lost its shape."""
+        return self._own_addresses() != self._addresses or self._has_other_shapes
+
+    @property
+    def _has_other_shapes(self) -> bool:
+        pairs = zip(self.registered, self.slots, strict=True)
+        return self.keeps_shapes and any(own.shape != slot.shape for own, slot in pairs)
 
     @torch.no_grad()
     def adopt_assigned(self, is_fixed: bool) -> bool:
         """Adopt tensors assigned to ``.data`` of views, as ``module.to()`` does; then all views lie in the shard.
 
         Raises:
-            ValueError: a view differs in size from this rank's run of the parameter.
+            ValueError: a view differs in size from this rank's run of the parameter, or in shape.
             TypeError: views have several dtypes or devices, or ``is_fixed`` and these have changed.
         """
         runs = [run for _, run in self.line.runs_of(self.shard.detach())]
         values = [self.own_of(index) for index in range(len(self.slots))]
-        if all(is_same_memory(value, run) for value, run in zip(values, runs, strict=True)):
+        is_same = all(is_same_memory(value, run) for value, run in zip(values, runs, strict=True))
+        if is_same and not self._has_other_shapes:
             return False
-        self._check_moved(values, runs, is_fixed)
+        if self.keeps_shapes:
+            shaped = [self.shown_as(index, run) for index, run in enumerate(runs)]
+            self._check_moved([own.detach() for own in self.registered], shaped, is_fixed)
+        else:
+            self._check_moved(values, runs, is_fixed)
         # New memory, because the user may hold what the shard was: `backup = p.data; p.data = other; p.data = backup`.
         with torch.inference_mode(False):
             self._renew_shard(self._zeros_like(values[0], is_fixed))
@@ -180,49 +191,9 @@ class ShownRuns(ShownShard):
 
 
 class ShownWhole(ShownRuns):
-    """A view of the shard for each original parameter, in the parameter's shape: one rank has all, nothing is cut."""
+    """See `ShownRuns`. One rank has all, nothing is cut: registered parameters and gradients have their own shapes."""
 
     keeps_shapes = True
-
-    def _make_views(self) -> tuple[nn.Parameter, ...]:
-        runs = self.line.runs_of(self.shard.detach())
-        views = [self.shown_as(index, run) for index, (_, run) in enumerate(runs)]
-        return tuple(nn.Parameter(view, requires_grad=self.shard.requires_grad) for view in views)
-
-    def elements_of(self, index: int, value: Tensor) -> Tensor:
-        """The elements of ``value``, which has the shape of parameter ``index``, in memory order; a view if it can."""
-        return value.detach().reshape(-1)
-
-    def shown_as(self, index: int, run: Tensor) -> Tensor:
-        """``run``, the elements of parameter ``index``, in that parameter's shape; no copy."""
-        return run.view(self.slots[index].shape)
-
-    def set_view(self, index: int, run: Tensor) -> None:
-        """Make ``registered[index]`` a view of ``run``."""
-        set_data(self.registered[index], self.shown_as(index, run))
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether a view no longer lies in the shard, or lost its shape."""
-        return super().has_moved or self._has_other_shapes
-
-    def adopt_assigned(self, is_fixed: bool) -> bool:
-        """See `ShownRuns.adopt_assigned`. A tensor of another shape is refused, whatever its memory."""
-        if self._has_other_shapes:
-            runs = [run for _, run in self.line.runs_of(self.shard.detach())]
-            self._check_moved(runs, runs, is_fixed)
-        return super().adopt_assigned(is_fixed)
-
-    @property
-    def _has_other_shapes(self) -> bool:
-        return any(own.shape != slot.shape for own, slot in zip(self.registered, self.slots, strict=True))
-
-    def _new_grad(self, *args: Any) -> ViewedGrad:
-        return WholeGrad(*args)
-
-    def _check_moved(self, values: list[Tensor], runs: list[Tensor], is_fixed: bool) -> None:
-        shaped = [self.shown_as(index, run) for index, run in enumerate(runs)]
-        super()._check_moved([own.detach() for own in self.registered], shaped, is_fixed)
 
 
 class WholeGrad(ViewedGrad):
