@@ -114,9 +114,7 @@ class ShownDTensors(ShownRuns):
     def _make_views(self) -> tuple[nn.Parameter, ...]:
         """DTensors whose local tensors are views of the shard."""
         self._make_specs(self.shard.dtype)
-        runs = self.line.runs_of(self.shard.detach())
-        views = self.all_shown_as([run for _, run in runs])
-        return tuple(nn.Parameter(view, requires_grad=self.shard.requires_grad) for view in views)
+        return super()._make_views()
 
     def shown_as(self, index: int, run: Tensor) -> DTensor:
         """``run``, this rank's elements of parameter ``index``, as a DTensor; no copy, no communication."""

@@ -110,7 +110,6 @@ EXCUSED = {
     "engine.shared:Shared.drop:record": DROPPED,
     "engine.shared:Shared.drop:wait": DROPPED,
     "params.shard_grad:GradTransfers.drop:wait": DROPPED,
-    "utils.sharded_tensors:_gathered:wait": HOST,
     "checks.watchdog:Watchdog._serve:wait": THREAD,
     "checks.watchdog:Watchdog.explain:wait": THREAD,
 }
