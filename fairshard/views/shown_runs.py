@@ -102,12 +102,11 @@ class ShownRuns(ShownShard):
     @property
     def has_moved(self) -> bool:
         """Whether a view no longer lies in the shard, or lost its shape."""
-        return self._own_addresses() != self._addresses or self._has_other_shapes
+        return self._own_addresses() != self._addresses or (self.keeps_shapes and self._has_other_shapes)
 
     @property
     def _has_other_shapes(self) -> bool:
-        pairs = zip(self.registered, self.slots, strict=True)
-        return self.keeps_shapes and any(own.shape != slot.shape for own, slot in pairs)
+        return any(own.shape != slot.shape for own, slot in zip(self.registered, self.slots, strict=True))
 
     @torch.no_grad()
     def adopt_assigned(self, is_fixed: bool) -> bool:
@@ -120,7 +119,7 @@ class ShownRuns(ShownShard):
         runs = [run for _, run in self.line.runs_of(self.shard.detach())]
         values = [self.own_of(index) for index in range(len(self.slots))]
         is_same = all(is_same_memory(value, run) for value, run in zip(values, runs, strict=True))
-        if is_same and not self._has_other_shapes:
+        if is_same and not (self.keeps_shapes and self._has_other_shapes):
             return False
         if self.keeps_shapes:
             shaped = [self.shown_as(index, run) for index, run in enumerate(runs)]
