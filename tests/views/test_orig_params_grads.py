@@ -8,11 +8,13 @@ import torch.distributed as dist
 from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import ShardingStrategy
 from fairshard.utils.collectives import counters, reset_counters
 from tests.kit import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import in_full, on_ranks
-from tests.reference import assert_same_state, average_grads_, randn
+from tests.reference import assert_same_state, average_grads_, randn, sgd
+from tests.settings.test_hybrid import HYBRID, ZERO2, pairs
 
 SETTINGS = {
     "device": {},
@@ -323,3 +325,39 @@ def test_data_of_another_size_is_refused_by_name():
     wrapped.module[2].weight.data = torch.zeros(7, 9, device=rank_device())
     with pytest.raises(ValueError, match=r"`2.weight` \(rank \d\) it has shape \(7, 9\)"):
         wrapped(randn(3, 4))
+
+
+STRATEGIES = {
+    "HYBRID_SHARD": lambda: {"sharding_strategy": HYBRID, "process_group": pairs(2)},
+    "_HYBRID_SHARD_ZERO2": lambda: {"sharding_strategy": ZERO2, "process_group": pairs(2)},
+    "NO_SHARD": lambda: {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "SHARD_GRAD_OP": lambda: {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "few": lambda: {"reshard_after_forward": 2},
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", *map(in_full, list(STRATEGIES)[1:])])
+@pytest.mark.parametrize("offload", [in_full(False), True])
+def test_what_is_done_to_single_parameters(strategy, offload):
+    """Freezing parameters, and dropping, zeroing, editing or assigning gradients work as with separate shards."""
+    how = {**STRATEGIES[strategy](), "cpu_offload": offload}
+    states = []
+    for layout in (SHOWN, {"flatten_parameters": False}):
+        model = wrap_each(mlp(4, 9, 7, 5), bucket_cap_mb=0, **layout, **how)
+        optimizer, named = sgd(model), dict(model.named_parameters())
+        for step in range(4):
+            named["0.weight"].requires_grad_(step in (0, 3))
+            with model.no_sync():
+                backward(model, (step, 0))
+            if step == 1:
+                named["2.weight"].grad = None
+            elif step == 2:
+                named["0.bias"].grad.zero_()
+            backward(model, (step, 1))
+            named["4.weight"].grad.mul_(2)
+            named["4.bias"].grad = torch.full_like(named["4.bias"], 0.5)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step == 0)
+        states.append(model.state_dict())
+    assert_same_state(*states)
