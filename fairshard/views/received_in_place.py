@@ -8,8 +8,7 @@ For direct exchanges, where more messages cost less than to copy large parameter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from fairshard.params.gathered import Gather
 from fairshard.utils.collectives import Communicator, RowGather
 from fairshard.utils.placed_layout import RowsLayout
 from fairshard.utils.storage import free_storage_
-from fairshard.utils.transfers import Transfer, wait_all
 from fairshard.views.copied_out import Beside, CopiedOut
 
 MAX_PARTS = 255
@@ -42,35 +40,15 @@ class PartGather(RowGather):
     The tensors of a part may differ in size, and be empty. Needs the direct exchange of ``comm``; counts as one gather.
     """
 
-    __slots__ = ("_parts",)
+    __slots__ = ()
 
     def __init__(self, comm: Communicator, rows: Tensor, parts: Sequence[Sequence[Tensor]]) -> None:
         super().__init__(comm, rows)
-        own, exchange = comm.rank, comm.exchange
-        assert exchange is not None
-        assert len(parts) <= MAX_PARTS
+        own, self._messages = comm.rank, []
         self._nbytes += sum(each.nbytes for part in parts for rank, each in enumerate(part) if rank != own)
-        self._parts: list[tuple[Callable[..., Any], list[Tensor], int, int]] = []
-        for source, target in comm.peers:
-            for number, part in enumerate(parts, 1):
-                if part[source].numel():
-                    self._parts.append((exchange.recv, [part[source]], source, number << 8))
-                if part[own].numel():
-                    self._parts.append((exchange.send, [part[own]], target, number << 8))
-
-    def start(self, tag: int) -> Transfer:
-        """Gather; this rank's row and parts are already written. See `RowGather.start`."""
-        works: list[Any] = []
-        if self.buffer.numel():
-            works += super().start(tag).works
-        else:
-            self.comm.count("all_gather", self._nbytes)
-        try:
-            for message, tensors, peer, number in self._parts:
-                works.append(message(tensors, peer, tag | number))
-        except Exception as error:
-            wait_all(works, error)
-        return Transfer(works, self.buffer)
+        self._exchange = comm.exchange
+        for number, part in enumerate((rows.unbind(), *parts)):
+            self._messages += comm.messages([part[own]] * comm.world_size, part, number << 8)
 
 
 class ReceivedInPlace(CopiedOut):

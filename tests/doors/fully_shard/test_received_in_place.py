@@ -140,9 +140,10 @@ def test_a_gather_that_nobody_waits_for():
 def test_each_message_has_a_tag_of_its_own():
     """Messages from one rank to another that run at the same time differ in their tags."""
     comm, seen = communicator(dist.group.WORLD), []
+    done = SimpleNamespace(is_completed=lambda: True)
     exchange = SimpleNamespace(
-        recv=lambda tensors, peer, tag: seen.append(("recv", peer, tag)),
-        send=lambda tensors, peer, tag: seen.append(("send", peer, tag)),
+        recv=lambda tensors, peer, tag: seen.append(("recv", peer, tag)) or done,
+        send=lambda tensors, peer, tag: seen.append(("send", peer, tag)) or done,
     )
     with mock.patch.object(comm, "exchange", exchange):
         parts = [[torch.zeros(rank + number) for rank in range(3)] for number in range(4)]
