@@ -33,7 +33,7 @@ from fairshard.settings.config import UnitConfig
 from fairshard.utils import before_step
 from fairshard.utils.graph_breaks import untraced
 from fairshard.utils.user_line import level_of_user
-from fairshard.views.shown_extended import ShownExtended
+from fairshard.views.extended_param import ShownExtended
 
 # Optimizers that passed the check: how many parameters were sharded then, and how many the optimizer had; and what
 # `_shards_of` returns.

@@ -28,9 +28,9 @@ from fairshard.params.shard_grad import GradTransfers, unexpected_error
 from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot
 from fairshard.utils.autograd import accumulate_node, reached, reaches
-from fairshard.utils.block import joined_columns
 from fairshard.utils.buckets import Division
 from fairshard.utils.collectives import Communicator, Communicators, exchange_tag
+from fairshard.utils.layout import joined_columns
 from fairshard.utils.pinned import host_empty_like
 from fairshard.utils.storage import set_data
 

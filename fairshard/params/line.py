@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from fairshard.params.gathered import Gather, Gathered
-from fairshard.utils.block import Block
 from fairshard.utils.buckets import Bucket
 from fairshard.utils.collectives import Communicator, RowGather
-from fairshard.utils.layout import FlatLayout
+from fairshard.utils.layout import Block, FlatLayout
 
 _MAX_ROWS_APART = {"cpu": 6, "device": 64}
 """Up to this many rows of a block are copied one by one. With more, one strided view takes less host time on the CPU;

@@ -16,9 +16,7 @@ from fairshard.planning.summary import UnitRow, large_unit_warning, unit_table
 from fairshard.setup.arguments import units_to
 from fairshard.utils.buckets import MB
 from fairshard.utils.layout import FlatLayout
-from fairshard.utils.owned_layout import OwnedLayout
-from fairshard.utils.ragged_layout import RaggedLayout
-from fairshard.utils.rows_layout import RowsLayout
+from fairshard.utils.placed_layout import OwnedLayout, RaggedLayout, RowsLayout
 from fairshard.utils.table import table
 
 __all__ = ["ModelSummary", "UnitSummary", "summary"]

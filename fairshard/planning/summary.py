@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from fairshard.engine.tree import units_below
 from fairshard.params.rule import GradHome
 from fairshard.utils.layout import FlatLayout
-from fairshard.utils.owned_layout import OwnedLayout
+from fairshard.utils.placed_layout import OwnedLayout
 from fairshard.utils.size_text import size_text
 from fairshard.utils.subclasses import inner_tensors
 from fairshard.utils.table import table
-from fairshard.views.shown_extended import ShownExtended
+from fairshard.views.extended_param import ShownExtended
 
 __all__ = [
     "FlatSizes",

@@ -24,7 +24,7 @@ from fairshard.setup.origin import Ignored
 from fairshard.setup.sharding import check_not_sharded, collect_slots, group_slots
 from fairshard.utils.layout import FlatLayout
 from fairshard.utils.nested import apply_to_tensors
-from fairshard.utils.ragged_layout import RaggedLayout
+from fairshard.utils.placed_layout import RaggedLayout
 from fairshard.utils.user_line import level_of_user
 
 _CONFIGURED = frozenset(field.name for field in fields(Options))

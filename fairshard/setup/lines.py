@@ -11,10 +11,9 @@ from torch import nn
 from fairshard.params.slot import ParamSlot
 from fairshard.settings.check import FUNCTION_OF_PARAMETER
 from fairshard.settings.placements import Owned, RowBlocks
-from fairshard.utils.owned_layout import OwnedLayout
 from fairshard.utils.owners import balanced_owners
-from fairshard.utils.ragged_layout import RaggedLayout
-from fairshard.utils.ragged_plan import Blocks, RaggedPlan, plan_blocks
+from fairshard.utils.placed_layout import OwnedLayout, RaggedLayout
+from fairshard.utils.ragged_plan import Blocks, plan_blocks
 
 PlacementFn = Callable[[nn.Parameter], Any]
 """Maps a parameter to its placement; None: the default."""
@@ -30,10 +29,9 @@ class SlotLine:
 
 @dataclass(frozen=True)
 class SlotLines:
-    """The ``lines`` of some parameters, and the ``plan`` of those placed by blocks; None: there are none."""
+    """The ``lines`` of some parameters."""
 
     lines: list[SlotLine]
-    plan: RaggedPlan | None
 
     @staticmethod
     def of(places: Mapping[ParamSlot, RowBlocks | Owned], world_size: int, loads: Callable[[], list[int]]) -> SlotLines:
@@ -44,9 +42,8 @@ class SlotLines:
         owned = [slot for slot, place in places.items() if isinstance(place, Owned) and world_size > 1]
         slots = [slot for slot in places if slot not in owned]
         sizes = tuple(Blocks(_block_of(slot, places[slot]), slot.numel) for slot in slots)
-        plan = plan_blocks(sizes, world_size) if sizes else None
         lines = []
-        for line in () if plan is None else plan.lines:
+        for line in plan_blocks(sizes, world_size) if sizes else ():
             own = [slots[index] for index in line.members]
             layout = RaggedLayout([slot.numel for slot in own], line.offsets, line.width, world_size)
             lines.append(SlotLine(own, layout))
@@ -54,7 +51,7 @@ class SlotLines:
             ranks = [place.rank for place in places.values() if isinstance(place, Owned)]
             owners = balanced_owners([slot.leaf.nbytes for slot in owned], world_size, ranks, loads())
             lines.append(SlotLine(owned, OwnedLayout([slot.numel for slot in owned], owners, world_size)))
-        return SlotLines(lines, plan)
+        return SlotLines(lines)
 
     @staticmethod
     def placed(
@@ -71,8 +68,8 @@ class SlotLines:
         every = {} if placement is None else {slot: _place_of(slot, placement, world_size) for slot in slots}
         places = {slot: place for slot, place in every.items() if place is not None}
         rest = [slot for slot in slots if slot not in places]
-        found = SlotLines.of(places, world_size, loads) if places else SlotLines([], None)
-        return SlotLines([SlotLine(rest, None), *found.lines] if rest else found.lines, found.plan)
+        found = SlotLines.of(places, world_size, loads) if places else SlotLines([])
+        return SlotLines([SlotLine(rest, None), *found.lines]) if rest else found
 
 
 def check_placement(placement: PlacementFn | None, use_orig_params: bool) -> None:

@@ -29,13 +29,10 @@ from fairshard.utils.names import join
 from fairshard.utils.storage import set_data
 from fairshard.utils.subclasses import POST, PRE, check_extended, is_extended, is_wrapper, refuse_wrapper
 from fairshard.views.copied_out import AlignedLine
-from fairshard.views.extended_param import ExtendedParam
-from fairshard.views.shown_dtensors import ShownDTensors
-from fairshard.views.shown_extended import ShownExtended
-from fairshard.views.shown_placed import ShownPlaced
-from fairshard.views.shown_ragged import ShownRagged, ragged_line
-from fairshard.views.shown_runs import ShownRuns
-from fairshard.views.shown_whole import ShownWhole
+from fairshard.views.extended_param import ExtendedParam, ShownExtended
+from fairshard.views.ragged import ragged_line
+from fairshard.views.shown_dtensors import ShownDTensors, ShownPlaced, ShownRagged
+from fairshard.views.shown_runs import ShownRuns, ShownWhole
 
 _OTHER_ENGINES = (
     "torch.distributed.fsdp",

@@ -26,8 +26,8 @@ from fairshard.utils.ragged_tensor import RaggedTensor
 from fairshard.utils.span_tensor import SpanTensor
 from fairshard.utils.storage import set_grad
 from fairshard.utils.user_line import level_of_user
+from fairshard.views.extended_param import ShownExtended
 from fairshard.views.orig_param import OrigParam, Stepped, gather_rows
-from fairshard.views.shown_extended import ShownExtended
 
 
 @dataclass(frozen=True)

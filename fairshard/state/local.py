@@ -15,7 +15,7 @@ from fairshard.engine.tree import unit_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.params.flat_param import FlatParam
 from fairshard.utils.names import clean_tensor_name, join
-from fairshard.utils.ragged_layout import RaggedLayout
+from fairshard.utils.placed_layout import RaggedLayout
 
 LAYOUT_KEY = "_fairshard_layout"
 

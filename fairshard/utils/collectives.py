@@ -175,14 +175,17 @@ class Communicator:
         works = Works(exchange, self.messages(rows, received), tag, self.unfinished)
         return Transfer(works, finish=lambda: sum_in_order(received, into=received[self.rank == 0]))
 
-    def messages(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Message]:
-        """Those that send ``sent[i]`` to rank ``i`` and fill ``received[i]`` from it; empty tensors take none."""
+    def messages(self, sent: Sequence[Tensor], received: Sequence[Tensor], number: int = 0) -> list[Message]:
+        """Those that send ``sent[i]`` to rank ``i`` and fill ``received[i]`` from it; empty tensors take none.
+
+        ``number`` distinguishes messages of one tag from others of it.
+        """
         messages: list[Message] = []
         for source, target in self.peers:
             if received[source].numel():
-                messages.append(("recv", [received[source]], source))
+                messages.append(("recv", [received[source]], source, number))
             if sent[target].numel():
-                messages.append(("send", [sent[target]], target))
+                messages.append(("send", [sent[target]], target, number))
         return messages
 
     def _sum_received(self, rows: Tensor) -> Transfer:

@@ -105,30 +105,29 @@ class CustomReduce(Communicator):
         return Transfer(result=wide.mul_(power) if power > 1 else wide)
 
 
-class GroupAllGather(AllGather):
-    """The group's all-gather, in memory from its backend's allocator."""
+class _OfGroup(Comm):
+    """Memory from the allocator of the backend of ``group``."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory that the backend uses directly, without copies."""
-        return _of_backend(self._group, size, dtype, device)
+        backend: Any = self._group._get_backend(device)
+        made: Tensor = backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
+        return made.view(*size)
+
+
+class GroupAllGather(_OfGroup, AllGather):
+    """The group's all-gather, in memory from its backend's allocator."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
         """Gather with the group's own method."""
         return getattr(group, GATHER)(output_tensor, input_tensor)
 
 
-class GroupReduceScatter(ReduceScatter):
+class GroupReduceScatter(_OfGroup, ReduceScatter):
     """The group's reduce-scatter, in memory from its backend's allocator."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory that the backend uses directly, without copies."""
-        return _of_backend(self._group, size, dtype, device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
@@ -154,11 +153,6 @@ def check_allocates(group: ProcessGroup, device: torch.device) -> None:
             f"{device.type} here. Do not call set_allocate_memory_from_process_group_for_comm, or use NCCL on GPUs "
             "that support multicast (NVSwitch)."
         )
-
-
-def _of_backend(group: ProcessGroup, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    made: Tensor = group._get_backend(device).allocate_tensor(math.prod(size), dtype=dtype, device=device)
-    return made.view(*size)
 
 
 def _allocated(custom: Comm, numel: int, like: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heapreplace
 
 
 def balanced_owners(
@@ -24,13 +23,9 @@ def balanced_owners(
     for numel, owner in zip(numels, owners, strict=True):
         if owner is not None:
             loads[owner] += numel
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapify(heap)
     found = [0 if owner is None else owner for owner in owners]
     free = [index for index, owner in enumerate(owners) if owner is None]
     for index in sorted(free, key=lambda index: (-numels[index], index)):
-        load, found[index] = heap[0]
-        heapreplace(heap, (load + numels[index], found[index]))
-    for load, rank in heap:
-        loads[rank] = load
+        found[index] = loads.index(min(loads))
+        loads[found[index]] += numels[index]
     return found

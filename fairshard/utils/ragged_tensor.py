@@ -8,7 +8,7 @@ ones among them, run on this rank's rows. All others raise: nothing is gathered,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -20,16 +20,18 @@ from torch.utils._foreach_utils import _foreach_supported_types as _of_clipping
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
-from fairshard.errors import ParameterShardedError
+from fairshard.errors import ParameterShardedError, RanksDisagreeError
+from fairshard.utils.agree import agree
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.groups import communicator, on_host
-from fairshard.utils.ragged_gather import gather_rows
+from fairshard.utils.messages import broadcast
 from fairshard.utils.rank_norms import joint_norms
 from fairshard.utils.span import Span, overlap
 from fairshard.utils.span_tensor import SpanTensor
 from fairshard.utils.tensors import form_of
 
 
+@dataclass(init=False, unsafe_hash=True)
 class RaggedShard(Placement):
     """Rows of a tensor on consecutive ranks: ``head`` on rank ``first``, ``each`` on the next ones, until none is left.
 
@@ -37,6 +39,10 @@ class RaggedShard(Placement):
 
     Source: veScale-FSDP, for the name.
     """
+
+    first: int
+    head: int
+    each: int
 
     def __init__(self, first: int, head: int, each: int) -> None:
         super().__init__()
@@ -58,23 +64,11 @@ class RaggedShard(Placement):
             "Use the parameter's `full_tensor()`, its `to_local()`, or a state dict."
         )
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RaggedShard) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __repr__(self) -> str:
-        return f"RaggedShard(first={self.first}, head={self.head}, each={self.each})"
-
-    __str__ = __repr__
+    def __str__(self) -> str:
+        return repr(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RaggedShard, self._key
-
-    @property
-    def _key(self) -> tuple[int, int, int]:
-        return self.first, self.head, self.each
+        return RaggedShard, (self.first, self.head, self.each)
 
 
 class RaggedTensor(DTensor):
@@ -230,6 +224,39 @@ def _gathered(ragged: Any) -> Tensor:
         local = local.dequantize()  # type: ignore[attr-defined]
     spans = [ragged._placement.rows_on(rank, ragged.shape[0]) for rank in range(comm.world_size)]
     return gather_rows(local, spans, ragged.shape, comm)
+
+
+def gather_rows(local: Tensor, spans: Sequence[Span], shape: torch.Size, comm: Communicator) -> Tensor:
+    """A new tensor of ``shape``; rank ``r`` has its rows ``spans[r]``, which are ``local`` on this one. **Collective.**
+
+    If few ranks have rows, each of them broadcasts its own; otherwise all ranks exchange as many as the largest has.
+
+    Raises:
+        RanksDisagreeError: on all ranks, if they have other spans or shapes.
+    """
+    place = (*shape, *(number for span in spans for number in (span.start, span.stop)))
+    if not agree(comm, hash(place) & (1 << 62) - 1, local.device):
+        raise RanksDisagreeError(
+            f"All ranks must place a tensor alike to gather it, but one of {tuple(shape)} has rows "
+            f"{spans[comm.rank].start} to {spans[comm.rank].stop} here (rank {comm.rank}), and other ranks count "
+            "otherwise. Shard the same model on every rank, with a placement function that depends on the parameter "
+            "alone."
+        )
+    width = shape[1:].numel()
+    whole: Tensor = local.new_empty(shape)
+    flat = whole.view(-1)
+    runs = [flat[span.start * width : span.stop * width] for span in spans]
+    runs[comm.rank].copy_(local.reshape(-1))
+    holders = [rank for rank, run in enumerate(runs) if run.numel()]
+    if 2 * len(holders) <= comm.world_size:
+        for rank in holders:
+            broadcast(runs[rank], rank, comm.group)
+    elif comm.world_size > 1:
+        rows = local.new_empty(comm.world_size, max(run.numel() for run in runs))
+        rows[comm.rank, : local.numel()] = local.reshape(-1)
+        comm.gather_messages(rows).wait()
+        torch._foreach_copy_(runs, [row[: run.numel()] for row, run in zip(rows, runs, strict=True)])
+    return whole
 
 
 # ---- operators

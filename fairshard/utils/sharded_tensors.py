@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
@@ -23,26 +22,17 @@ def gathered(value: Any) -> Any:
 
 def _gathered(value: ShardedTensor) -> Tensor:
     comm = on_host(communicator(value._process_group or default_group()))
-    shards = [(shard.metadata, shard.tensor.detach().reshape(-1).cpu()) for shard in value.local_shards()]
-    own = [(tuple(place.shard_offsets), tuple(place.shard_sizes)) for place, _ in shards]
-    boxes: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = comm.gather_objects(own)
-    numels = [sum(prod(sizes) for _, sizes in each) for each in boxes]
-    shape = torch.Size(value.size())
-    if sum(numels) != shape.numel():
+    # Clones, because the pickle of a view has all memory that it is a view of.
+    own = [(shard.metadata.shard_offsets, shard.tensor.detach().cpu().clone()) for shard in value.local_shards()]
+    parts: list[tuple[list[int], Tensor]] = [each for rank in comm.gather_objects(own) for each in rank]
+    shape, numel = torch.Size(value.size()), sum(part.numel() for _, part in parts)
+    if numel != shape.numel():
         raise ValueError(
             f"A ShardedTensor must have all its elements on the ranks of its group, but of {shape.numel()} elements "
-            f"of shape {tuple(shape)} these ranks have {sum(numels)}. Load it on the ranks that saved it."
+            f"of shape {tuple(shape)} these ranks have {numel}. Load it on the ranks that saved it."
         )
-    rows = torch.zeros(comm.world_size, max(numels), dtype=value.dtype, device="cpu")
-    if shards:
-        rows[comm.rank, : numels[comm.rank]] = torch.cat([values for _, values in shards])
-    if comm.world_size > 1 and shape.numel():
-        on_host(comm).gather_messages(rows).wait()
     whole = torch.empty(shape, dtype=value.dtype, device="cpu")
-    for row, each in zip(rows, boxes, strict=True):
-        start = 0
-        for offsets, sizes in each:
-            place = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-            whole[place] = row[start : start + prod(sizes)].view(sizes)
-            start += prod(sizes)
+    for offsets, part in parts:
+        places = zip(offsets, part.shape, strict=True)
+        whole[tuple(slice(offset, offset + size) for offset, size in places)] = part
     return whole

@@ -8,8 +8,8 @@ from torch.distributed import ProcessGroup
 
 from fairshard.utils.failures import explain
 
-Message = tuple[str, list[Tensor], int]
-"""``"send"`` or ``"recv"``, what is sent or filled, and the rank at the other end."""
+Message = tuple[str, list[Tensor], int, int]
+"""``"send"`` or ``"recv"``, what is sent or filled, the rank at the other end, and a number to add to the tag."""
 
 
 class Works(list[Any]):
@@ -25,8 +25,8 @@ class Works(list[Any]):
         super().__init__()
         self._kept = kept
         try:
-            for name, tensors, peer in messages:
-                self.append(getattr(group, name)(tensors, peer, tag))
+            for name, tensors, peer, number in messages:
+                self.append(getattr(group, name)(tensors, peer, tag + number))
         except Exception as error:
             wait_all(self, error)
 

@@ -8,7 +8,7 @@ Their rows lie side by side in it, or they start where a GPU would compute slowl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -18,8 +18,8 @@ from torch import Tensor
 from fairshard.params.gathered import Gather, Gathered
 from fairshard.params.line import FlatLine
 from fairshard.utils.autograd import NO_BACKWARD, current_task
-from fairshard.utils.block import joined_columns
 from fairshard.utils.collectives import Communicator
+from fairshard.utils.layout import joined_columns
 from fairshard.utils.span import cut
 from fairshard.utils.storage import free_storage_
 from fairshard.utils.streams import Event, Stream, now
@@ -27,6 +27,9 @@ from fairshard.utils.transfers import Transfer
 
 _ALIGNMENT = 64
 """Bytes. Kernels compute other bits at an address that is not aligned like that of a tensor of its own, and slower."""
+
+_WIDEST = 16
+"""Bytes: no dtype is wider."""
 
 _NEEDED, _LEAST_NUMEL = 16, 1 << 16
 """Bytes, and elements: a product of large 16-bit matrices takes 3 to 8 times as long on an H200 if one of them begins
@@ -41,13 +44,34 @@ def is_to_align(shapes: Sequence[torch.Size], starts: Sequence[int], dtype: torc
     return any(s.numel() >= _LEAST_NUMEL and len(s) > 1 and start * dtype.itemsize % _NEEDED for s, start in pairs)
 
 
+def aligned_starts(sizes: Iterable[int], unit: int) -> list[int]:
+    """Where parts of ``sizes`` start that lie side by side, each at a multiple of ``unit``; then their end."""
+    return list(accumulate((cut(size, unit) * unit for size in sizes), initial=0))
+
+
+Kinds = Sequence[tuple[int, torch.dtype]]
+"""Numbers of elements of rows that lie side by side in a row of bytes, and their dtypes."""
+
+
+def row_nbytes(kinds: Kinds) -> int:
+    """The size of a row of rows of ``kinds``."""
+    return aligned_starts((numel * dtype.itemsize for numel, dtype in kinds), _WIDEST)[-1]
+
+
+def byte_columns(buffer: Tensor, kinds: Kinds) -> list[Tensor]:
+    """The columns ``[W, numel]`` of each kind in ``buffer``, ``[W, row_nbytes(kinds)]`` of uint8."""
+    sizes = [numel * dtype.itemsize for numel, dtype in kinds]
+    places = zip(aligned_starts(sizes, _WIDEST), sizes, kinds, strict=False)
+    return [buffer[:, start : start + size].view(dtype) for start, size, (_, dtype) in places]
+
+
 def aligned_params(shapes: Sequence[torch.Size], like: Tensor, world_size: int) -> tuple[Tensor, list[Tensor]]:
     """A new line with the dtype and device of ``like``, and aligned parameters of ``shapes`` as views of it.
 
     Padded, so that `KeptPart` can cut it into ``world_size`` equal parts.
     """
     unit = _ALIGNMENT // like.itemsize
-    starts = [0, *accumulate(cut(shape.numel(), unit) * unit for shape in shapes)]
+    starts = aligned_starts((shape.numel() for shape in shapes), unit)
     line = like.new_empty(cut(starts.pop(), world_size) * world_size)
     pairs = zip(shapes, starts, strict=True)
     return line, [line[start : start + shape.numel()].view(shape) for shape, start in pairs]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,23 +12,9 @@ from fairshard.params.flat_param import FlatParam
 from fairshard.params.gathered import Gather
 from fairshard.params.line import FlatLine
 from fairshard.utils.collectives import RowGather, exchange_tag
-from fairshard.utils.layout import FlatLayout, Piece
 from fairshard.utils.messages import broadcast
-from fairshard.utils.owned_layout import OwnedLayout
-from fairshard.utils.span import Span
+from fairshard.utils.placed_layout import Runs
 from fairshard.views.viewed_grad import OrigGrad
-
-
-class _Runs(Protocol):
-    """The registered parameters of a flat param: runs or DTensors; only DTensors have the last two methods."""
-
-    def own_of(self, index: int) -> Tensor: ...
-
-    def elements_of(self, index: int, value: Tensor) -> Tensor: ...
-
-    def shown_as(self, index: int, run: Tensor) -> Tensor: ...
-
-    def check_not_assigned(self, which: Sequence[int]) -> None: ...
 
 
 class OrigParam:
@@ -39,6 +23,8 @@ class OrigParam:
     ``index`` is its place among the parameters of the flat param.
     """
 
+    _shown: Any  # runs or DTensors; only DTensors have `check_not_assigned`
+
     def __init__(self, whole: FlatParam, index: int) -> None:
         self.move_to(whole, index)
 
@@ -46,7 +32,7 @@ class OrigParam:
         """Become parameter ``index`` of ``whole``."""
         self.__dict__.clear()  # also drops the cached line
         self._whole = whole
-        self._shown = cast(_Runs, whole.shows)
+        self._shown = whole.shows
         self.index = index
         self.slots = [whole.slots[index]]
         self.shard = whole.shows.registered[index]
@@ -77,11 +63,13 @@ class OrigParam:
 
     def own_of(self, value: Tensor) -> Tensor:
         """This rank's elements ``[shard_numel]`` of ``value``, which has the shape of ``shard``."""
-        return self._shown.elements_of(self.index, value)
+        own: Tensor = self._shown.elements_of(self.index, value)
+        return own
 
     def shown(self, own: Tensor) -> Tensor:
         """``own`` ``[shard_numel]`` in the shape of ``shard``; a DTensor if ``shard`` is one; no copy."""
-        return self._shown.shown_as(self.index, own)
+        shown: Tensor = self._shown.shown_as(self.index, own)
+        return shown
 
     def gather_line(self, values: Tensor) -> Tensor:
         """``values`` ``[shard_numel]`` of every rank as a line for `OrigLine.params_of`. **Collective.**"""
@@ -105,8 +93,8 @@ class OrigLine:
 
     def __init__(self, whole: FlatLine, index: int) -> None:
         self.whole, self.rank, self._index = whole, whole.rank, index
-        self.layout = _Cuts.of(whole.layout, index)
-        self.owner = whole.layout.owners[index] if isinstance(whole.layout, OwnedLayout) else None
+        self.layout = Runs.of(whole.layout, index)
+        self.owner = owners[index] if (owners := getattr(whole.layout, "owners", None)) else None
 
     def params_of(self, line: Tensor) -> list[Tensor]:
         """The whole parameter, shaped, from a line ``[W, n]``, or ``[1, n]`` if one rank owns it."""
@@ -129,24 +117,6 @@ class OrigLine:
         """The index of the first element that this rank owns, and a 1-D view of ``values``, shaped like ``shard``."""
         own = self.layout.pieces_of(self.rank)
         return [(own[0].source.start if own else 0, values.reshape(-1)[:])]
-
-
-@dataclass(frozen=True)
-class _Cuts:
-    """The runs of one parameter, one per rank, each at the start of a row of ``shard_numel`` elements."""
-
-    pieces: tuple[Piece, ...]
-    world_size: int
-    shard_numel: int
-
-    @staticmethod
-    def of(layout: FlatLayout, index: int) -> _Cuts:
-        own = [piece for piece in layout.pieces if piece.index == index]
-        pieces = tuple(Piece(0, piece.row, piece.source, Span(0, piece.source.numel)) for piece in own)
-        return _Cuts(pieces, layout.world_size, max((piece.source.numel for piece in own), default=0))
-
-    def pieces_of(self, rank: int) -> list[Piece]:
-        return [piece for piece in self.pieces if piece.row == rank]
 
 
 def gather_rows(flat_param: FlatParam, rows: Tensor, gather: Gather) -> Tensor:

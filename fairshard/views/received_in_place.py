@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from fairshard.params.gathered import Gather
-from fairshard.utils.part_gather import MAX_PARTS, PartGather
-from fairshard.utils.rows_layout import RowsLayout
+from fairshard.utils.collectives import Communicator, RowGather
+from fairshard.utils.placed_layout import RowsLayout
 from fairshard.utils.storage import free_storage_
 from fairshard.views.copied_out import Beside, CopiedOut
+
+MAX_PARTS = 255
+"""Most parts of one gather: their numbers take 8 bits of the tag."""
 
 _MIN_NBYTES = 1 << 17
 """Least bytes that a rank sends of a parameter that is received in place (docs/notes/history.md, Collectives)."""
@@ -29,6 +32,23 @@ def large_params(layout: RowsLayout, itemsize: int) -> list[int]:
     least = _MIN_NBYTES * layout.world_size
     large = [index for index, ((rows, _), numel) in sizes if rows is not None and numel * itemsize >= least]
     return large[:MAX_PARTS]
+
+
+class PartGather(RowGather):
+    """Gathers ``rows`` ``[W, n]``, and each of ``parts``: one tensor per rank, which that rank fills and sends.
+
+    The tensors of a part may differ in size, and be empty. Needs the direct exchange of ``comm``; counts as one gather.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, comm: Communicator, rows: Tensor, parts: Sequence[Sequence[Tensor]]) -> None:
+        super().__init__(comm, rows)
+        own, self._messages = comm.rank, []
+        self._nbytes += sum(each.nbytes for part in parts for rank, each in enumerate(part) if rank != own)
+        self._exchange = comm.exchange
+        for number, part in enumerate((rows.unbind(), *parts)):
+            self._messages += comm.messages([part[own]] * comm.world_size, part, number << 8)
 
 
 class ReceivedInPlace(CopiedOut):

@@ -7,7 +7,7 @@ out of it into separate memory, in one copy. A unit of one parameter needs no co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,16 +15,48 @@ from torch import Tensor
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.gathered import Gather, Gathered
 from fairshard.params.line import FlatLine
-from fairshard.utils.collectives import Communicator, RowGather
-from fairshard.utils.part_gather import PartGather
-from fairshard.utils.rows_layout import RowsLayout
+from fairshard.utils.collectives import Communicator, RowGather, UserGather
+from fairshard.utils.placed_layout import RowsLayout
 from fairshard.utils.span import Span
 from fairshard.utils.storage import free_storage_
-from fairshard.views.copied_out import Beside, CopiedOut, aligned_params, is_to_align
-from fairshard.views.cut import Cut
-from fairshard.views.extended_gathered import ExtendedGathered
-from fairshard.views.joint_gather import DeferredGather, JointGather
-from fairshard.views.received_in_place import ReceivedInPlace, large_params
+from fairshard.utils.transfers import Transfer
+from fairshard.views.copied_out import Beside, CopiedOut, aligned_params, byte_columns, is_to_align, row_nbytes
+from fairshard.views.received_in_place import PartGather, ReceivedInPlace, large_params
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a parameter of shape ``shape`` is cut among ranks: along ``dim``; None keeps it whole on every rank.
+
+    A dimension other than the first is cut evenly. A rank's part is contiguous in its memory, as in torch's DTensors.
+    """
+
+    shape: torch.Size
+    dim: int | None
+    world_size: int
+
+    @property
+    def size(self) -> tuple[int | None, int]:
+        """The number of rows (None for a parameter that is not cut), and of elements in a row."""
+        if self.dim is None:
+            return None, self.shape.numel()
+        rest = [size for dim, size in enumerate(self.shape) if dim != self.dim]
+        return self.shape[self.dim], torch.Size(rest).numel()
+
+    def shape_of(self, num_rows: int) -> tuple[int, ...]:
+        """The shape of the part of a rank that has ``num_rows`` rows."""
+        return tuple(num_rows if dim == self.dim else size for dim, size in enumerate(self.shape))
+
+    def parts(self, whole: Tensor) -> Tensor:
+        """The ranks' parts of ``whole``, as a view ``[W, ...]``; ``dim`` must not be the first."""
+        assert self.dim
+        sizes = self.world_size, self.shape[self.dim] // self.world_size
+        return torch.movedim(torch.unflatten(whole, self.dim, sizes), self.dim, 0)
+
+    def stacked(self, block: Tensor) -> Tensor:
+        """``block`` ``[W, n]``, which holds the whole parameter, in the shape of `parts`."""
+        assert self.dim
+        return block.view(self.world_size, *self.shape_of(self.shape[self.dim] // self.world_size))
 
 
 class Rows(FlatLine):
@@ -152,12 +184,17 @@ class Rows(FlatLine):
         joined = [(each, each.line) for each in flat_params if isinstance(each.line, Rows) and each.line.shard_numel]
         if len(joined) < 2 or joined[0][1].layout.world_size == 1:
             return
-        joint = JointGather([own if isinstance(own := each.gathered, ExtendedGathered) else each for each, _ in joined])
+        joint = JointGather(joined[0][0].comm, [each.gathered.buffer for each, _ in joined])
         deferred, last = DeferredGather(joint), len(joined) - 1
         together: list[CopiedOut] = []
         for index, ((each, rows), columns) in enumerate(zip(joined, joint.columns, strict=True)):
-            each.gather_into(_copied_out(each, rows, joint if index == last else deferred, columns, together))
+            gather: Gather = joint if index == last else deferred
+            each.gather_into(rows.joined(each.gathered, gather, columns, together))
         free_storage_(joint.buffer)  # last: freed memory cannot be viewed
+
+    def joined(self, before: Gathered, gather: Gather, columns: Tensor, together: list[CopiedOut]) -> Gathered:
+        """Memory to replace ``before``: the whole parameters, copied out of ``columns``, which ``gather`` fills."""
+        return CopiedOut(gather, columns, columns[self.rank], self.beside(columns), together)
 
 
 def is_ordered(line: FlatLine, index: int) -> bool:
@@ -165,11 +202,53 @@ def is_ordered(line: FlatLine, index: int) -> bool:
     return not (isinstance(line, Rows) and line.cuts[index].dim)
 
 
-def _copied_out(
-    flat_param: FlatParam, rows: Rows, gather: Gather, columns: Tensor, together: list[CopiedOut]
-) -> CopiedOut:
-    """Memory of the whole parameters of ``flat_param``, copied out of ``columns`` of a buffer that ``gather`` fills."""
-    own = flat_param.gathered
-    if isinstance(own, ExtendedGathered):
-        return own.joined(gather, columns, together)
-    return CopiedOut(gather, columns, columns[rows.rank], rows.beside(columns), together)
+class JointGather(Transfer):
+    """One gather for all flat params of a unit that has several, because of several dtypes or frozen parameters.
+
+    The rows of all ``buffers`` lie side by side in one buffer of bytes, aligned, and are gathered after the last one
+    was written::
+
+        buffer [W, bytes]    | bf16, trained | fp32, trained | fp32, frozen |
+    """
+
+    __slots__ = ("_gather", "_next", "_transfer", "buffer", "columns")
+
+    def __init__(self, comm: Communicator, buffers: Sequence[Tensor]) -> None:
+        super().__init__()
+        kinds = [(each.size(1), each.dtype) for each in buffers]
+        self.buffer = torch.empty(comm.world_size, row_nbytes(kinds), dtype=torch.uint8, device=buffers[0].device)
+        self.columns = byte_columns(self.buffer, kinds)
+        self._gather = self._next = RowGather(comm, self.buffer)
+        self._transfer: Transfer | None = None
+
+    def start(self, tag: int) -> Transfer:
+        """Gather all rows; this rank's are already written. **Collective.**"""
+        gather, self._next = self._next, self._gather
+        self._transfer = gather.start(tag)
+        return self
+
+    def through(self, user: UserGather | None) -> JointGather:
+        """Itself; the next start gathers by ``user``."""
+        self._next = self._gather.through(user)
+        return self
+
+    def wait(self) -> None:
+        """Wait for all rows."""
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.wait()
+
+
+class DeferredGather:
+    """Replaces the gather of a flat param that is not the last of its unit: the last one starts ``joint``."""
+
+    def __init__(self, joint: JointGather) -> None:
+        self._joint = joint
+
+    def start(self, tag: int) -> Transfer:
+        """Return the transfer of all flat params; starts nothing."""
+        return self._joint
+
+    def through(self, user: UserGather | None) -> DeferredGather:
+        """Itself: it gathers nothing."""
+        return self

@@ -5,7 +5,7 @@ The shard ``[S]`` holds the local tensors of all DTensors, one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -17,14 +17,17 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fairshard.errors import FairshardError
+from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.slot import ParamSlot
+from fairshard.settings.data_mesh import DataMesh
 from fairshard.settings.mesh import SavedMesh
 from fairshard.utils.device import current_device
-from fairshard.utils.dtensors import own_storage
+from fairshard.utils.dtensors import own_storage, part_of
+from fairshard.utils.placed_layout import RaggedLayout
+from fairshard.utils.ragged_tensor import RaggedTensor
 from fairshard.utils.storage import set_data
-from fairshard.views.cut import Cut
-from fairshard.views.rows import Rows
-from fairshard.views.rows_grad import RowsGrad
+from fairshard.views.ragged import Ragged, ragged_line
+from fairshard.views.rows import Cut, Rows
 from fairshard.views.shown_runs import ShownRuns
 from fairshard.views.viewed_grad import ViewedGrad
 
@@ -111,9 +114,7 @@ class ShownDTensors(ShownRuns):
     def _make_views(self) -> tuple[nn.Parameter, ...]:
         """DTensors whose local tensors are views of the shard."""
         self._make_specs(self.shard.dtype)
-        runs = self.line.runs_of(self.shard.detach())
-        views = self.all_shown_as([run for _, run in runs])
-        return tuple(nn.Parameter(view, requires_grad=self.shard.requires_grad) for view in views)
+        return super()._make_views()
 
     def shown_as(self, index: int, run: Tensor) -> DTensor:
         """``run``, this rank's elements of parameter ``index``, as a DTensor; no copy, no communication."""
@@ -250,6 +251,115 @@ class ShownDTensors(ShownRuns):
         self.shard = nn.Parameter(shard, requires_grad=self.shard.requires_grad)
         self._make_specs(shard.dtype)
         super().__setstate__({"shard": self.shard})
+
+
+class RowsGrad(ViewedGrad):
+    """The gradient of a shard that is registered as the DTensors of ``shown``."""
+
+    def __init__(self, shown: ShownDTensors, *args: Any) -> None:
+        super().__init__(*args)
+        self._shown_params = shown
+
+    def shows_of(self, whole: Tensor) -> Sequence[Tensor]:
+        """A DTensor of each run."""
+        return self._shown_params.all_shown_as(self.parts_of(whole.data))
+
+    def form_of(self, index: int, run: Tensor) -> Tensor:
+        """A DTensor of ``run``."""
+        return self._shown_params.shown_as(index, run)
+
+    def own_of(self, index: int, grad: Tensor) -> Tensor:
+        """This rank's elements of ``grad``, which may be a tensor that the user has assigned.
+
+        Raises:
+            ValueError: it is a DTensor placed differently than the parameter.
+        """
+        param: Any = self._views[index]
+        if isinstance(grad, DTensor) and (grad.placements, grad.device_mesh) != (param.placements, param.device_mesh):
+            raise ValueError(
+                f"A gradient must be placed like its parameter, but that of "
+                f"`{self._shown_params.slots[index].fqn}` (rank {self._shown_params.rank}) is {grad.placements}, not "
+                f"{param.placements}. Put `grad.redistribute(param.device_mesh, param.placements)` there."
+            )
+        return self._shown_params.elements_of(index, grad)
+
+    def zeroed_uncounted(self, placeholders: Mapping[int, Tensor], counted: set[int]) -> set[int]:
+        """See `ShardGrad.zeroed_uncounted`; all faces, if none with elements is left."""
+        found = [(face, self.own_of(face, placeholder)) for face, placeholder in sorted(placeholders.items())]
+        heads = {face: own.reshape(-1)[:1] for face, own in found if own.numel()}
+        left = [face for face in heads if face not in counted]
+        signs = torch.cat([heads[face] for face in left]).signbit().tolist() if left else []
+        zeroed = {face for face, is_untouched in zip(left, signs, strict=True) if not is_untouched}
+        return set(placeholders) if heads and len(zeroed) == len(left) else zeroed
+
+
+class ShownRagged(ShownDTensors):
+    """A `RaggedTensor` for each parameter, on the ranks of the last dimension of ``mesh``."""
+
+    line: Ragged  # type: ignore[assignment]
+    kind = RaggedTensor
+
+    def __init__(self, slots: list[ParamSlot], mesh: DeviceMesh, layout: RaggedLayout, on_cpu: bool) -> None:
+        self._layout = layout
+        super().__init__(slots, mesh, [0] * len(slots), on_cpu)
+
+    def _line_of(self, slots: Sequence[ParamSlot], rank: int, world_size: int) -> Ragged:
+        return ragged_line([slot.shape for slot in slots], rank, self._layout)
+
+    def placement(self, index: int) -> Placement:
+        """The rows of parameter ``index`` on each rank."""
+        return self.line.placement(index)
+
+
+class ShownPlaced(ShownDTensors):
+    """A DTensor for each parameter, on a mesh of the ranks of ``data`` and those of the parameter's own mesh.
+
+    The lines hold local tensors: this rank's part of them among the ranks of ``data`` is its part of the parameter.
+    """
+
+    slots: list[DTensorSlot]  # type: ignore[assignment]
+
+    def __init__(self, slots: list[DTensorSlot], data: DataMesh, dims: Sequence[int | None], on_cpu: bool) -> None:
+        for slot in slots:
+            slot.dp_dims = data.dp_dims_of(slot.spec)
+        self._is_cut = data.shards
+        self._whole_as = [data.placed(slot.spec, dim) for slot, dim in zip(slots, dims, strict=True)]
+        super().__init__(list(slots), data.mesh, dims, on_cpu)
+
+    per_param = (*ShownDTensors.per_param, "_whole_as")
+    kept = ("_is_cut", "_whole_as")
+
+    def _seat(self, mesh: DeviceMesh) -> tuple[int, int]:
+        return super()._seat(mesh) if self._is_cut else (0, 1)
+
+    def _make_specs(self, dtype: torch.dtype) -> None:
+        self._dtype, self._specs = dtype, []
+        for slot, placed in zip(self.slots, self._whole_as, strict=True):
+            own = slot.spec.tensor_meta
+            assert own is not None
+            meta = TensorMeta(own.shape, own.stride, dtype)
+            self._specs.append(DTensorSpec(placed.mesh, placed.placements, tensor_meta=meta))
+        self._local_shapes = [self.line.own_shape(index) for index in range(len(self.slots))]
+
+    def connect(self, *groups: ProcessGroup) -> None:
+        """Restore the DTensors' meshes after a deepcopy."""
+        self._make_specs(self.shard.dtype)
+        if any(own._spec.mesh is not spec.mesh for own, spec in zip(self.registered, self._specs, strict=True)):  # type: ignore[attr-defined]
+            self.link()
+
+    def follow_mesh(self, mesh: DeviceMesh) -> None:
+        """Refuse another mesh."""
+        raise FairshardError(
+            f"The mesh of a model with parameters that were DTensors must not change, but `{self.slots[0].fqn}` would "
+            f"go from {self.mesh} to {mesh}. Build the model on the new mesh, and load its state dict."
+        )
+
+    def elements_of(self, index: int, value: Tensor) -> Tensor:
+        """This rank's elements of ``value``: a DTensor, or a whole tensor in the shape of the whole parameter."""
+        if not isinstance(value, DTensor):
+            like: Any = self.registered[index]
+            value = part_of(value, like)
+        return value._local_tensor.detach().reshape(-1)
 
 
 class _Wrapper:

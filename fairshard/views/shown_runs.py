@@ -35,7 +35,7 @@ _TRAINS = attrgetter("requires_grad")  # `map` with it costs less host time than
 
 
 class ShownRuns(ShownShard):
-    """A view of the shard for each original parameter, ``[n]`` with ``n >= 0``."""
+    """A view of the shard for each original parameter, ``[n]`` with ``n >= 0``, or in the parameter's shape."""
 
     def __init__(self, slots: list[ParamSlot], line: FlatLine, on_cpu: bool = False) -> None:
         super().__init__(slots, line, on_cpu)
@@ -47,24 +47,25 @@ class ShownRuns(ShownShard):
 
     def _make_views(self) -> tuple[nn.Parameter, ...]:
         """This rank's run of each parameter, as a view of the shard."""
-        runs = self.line.runs_of(self.shard.detach())
-        return tuple(nn.Parameter(run, requires_grad=self.shard.requires_grad) for _, run in runs)
+        runs = enumerate(self.line.runs_of(self.shard.detach()))
+        views = [self.shown_as(index, run) for index, (_, run) in runs]
+        return tuple(nn.Parameter(view, requires_grad=self.shard.requires_grad) for view in views)
 
     def own_of(self, index: int) -> Tensor:
         """This rank's elements of ``registered[index]``, in memory order."""
         return self.elements_of(index, self.registered[index])
 
     def elements_of(self, index: int, value: Tensor) -> Tensor:
-        """This rank's elements of ``value``, which has the shape of ``registered[index]``."""
-        return value.detach()
+        """This rank's elements of ``value``, shaped like ``registered[index]``, in memory order; a view if it can."""
+        return value.detach().reshape(-1) if self.keeps_shapes else value.detach()
 
     def shown_as(self, index: int, run: Tensor) -> Tensor:
         """``run``, this rank's elements of parameter ``index``, in the shape of ``registered[index]``; no copy."""
-        return run
+        return run.view(self.slots[index].shape) if self.keeps_shapes else run
 
     def set_view(self, index: int, run: Tensor) -> None:
         """Make ``registered[index]`` a view of ``run``."""
-        set_data(self.registered[index], run)
+        set_data(self.registered[index], self.shown_as(index, run))
 
     def stepped_by(self, flat_param: Any) -> Sequence[OrigParam]:
         """The `OrigParam` of each original parameter."""
@@ -79,7 +80,7 @@ class ShownRuns(ShownShard):
         return grad
 
     def _new_grad(self, *args: Any) -> ViewedGrad:
-        return ViewedGrad(*args)
+        return WholeGrad(*args) if self.keeps_shapes else ViewedGrad(*args)
 
     # ---- following
 
@@ -100,22 +101,31 @@ class ShownRuns(ShownShard):
 
     @property
     def has_moved(self) -> bool:
-        """Whether a view no longer lies in the shard."""
-        return self._own_addresses() != self._addresses
+        """Whether a view no longer lies in the shard, or lost its shape."""
+        return self._own_addresses() != self._addresses or (self.keeps_shapes and self._has_other_shapes)
+
+    @property
+    def _has_other_shapes(self) -> bool:
+        return any(own.shape != slot.shape for own, slot in zip(self.registered, self.slots, strict=True))
 
     @torch.no_grad()
     def adopt_assigned(self, is_fixed: bool) -> bool:
         """Adopt tensors assigned to ``.data`` of views, as ``module.to()`` does; then all views lie in the shard.
 
         Raises:
-            ValueError: a view differs in size from this rank's run of the parameter.
+            ValueError: a view differs in size from this rank's run of the parameter, or in shape.
             TypeError: views have several dtypes or devices, or ``is_fixed`` and these have changed.
         """
         runs = [run for _, run in self.line.runs_of(self.shard.detach())]
         values = [self.own_of(index) for index in range(len(self.slots))]
-        if all(is_same_memory(value, run) for value, run in zip(values, runs, strict=True)):
+        is_same = all(is_same_memory(value, run) for value, run in zip(values, runs, strict=True))
+        if is_same and not (self.keeps_shapes and self._has_other_shapes):
             return False
-        self._check_moved(values, runs, is_fixed)
+        if self.keeps_shapes:
+            shaped = [self.shown_as(index, run) for index, run in enumerate(runs)]
+            self._check_moved([own.detach() for own in self.registered], shaped, is_fixed)
+        else:
+            self._check_moved(values, runs, is_fixed)
         # New memory, because the user may hold what the shard was: `backup = p.data; p.data = other; p.data = backup`.
         with torch.inference_mode(False):
             self._renew_shard(self._zeros_like(values[0], is_fixed))
@@ -177,3 +187,21 @@ class ShownRuns(ShownShard):
         self.versioned = (self.shard, *self.registered)  # copies have new version counters
         self._stepped = []
         self.link()
+
+
+class ShownWhole(ShownRuns):
+    """See `ShownRuns`. One rank has all, nothing is cut: registered parameters and gradients have their own shapes."""
+
+    keeps_shapes = True
+
+
+class WholeGrad(ViewedGrad):
+    """The gradient of a shard, shown on each registered parameter in that parameter's shape."""
+
+    def parts_of(self, whole: Tensor) -> list[Tensor]:
+        """See `ViewedGrad.parts_of`."""
+        return [part.view(view.shape) for part, view in zip(super().parts_of(whole), self._views, strict=True)]
+
+    def form_of(self, index: int, run: Tensor) -> Tensor:
+        """``run`` in the shape of the parameter."""
+        return run.view(self._views[index].shape)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fairshard.params.rule import GradHome
-from fairshard.params.shard_grad import GradTransfers, ShardGrad
+from fairshard.params.shard_grad import ShardGrad
 from fairshard.utils.span import Span
 from fairshard.utils.tensors import is_same_memory
 
@@ -246,19 +246,9 @@ class OrigGrad:
         """The gradient that users see, or its placeholder."""
         return (self._whole.shown[self._index],)
 
-    @property
-    def home(self) -> GradHome:
-        """Where it is kept."""
-        return self._whole.home
-
-    @property
-    def transfers(self) -> GradTransfers:
-        """Shared by all gradients of the model."""
-        return self._whole.transfers
-
-    def land(self, counts: bool = True) -> None:
-        """Wait for copies to host memory and make their gradients visible."""
-        self._whole.land(counts)
+    def __getattr__(self, name: str) -> Any:
+        """All other attributes (home, transfers, how it lands) are those of the whole gradient."""
+        return getattr(self._whole, name)
 
     def zero(self, set_to_none: bool) -> None:
         """Drop or zero this parameter's part, after landing all copies."""

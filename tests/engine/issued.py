@@ -8,9 +8,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from fairshard.utils import groups, owned_bucket
+from fairshard.utils import groups
 from fairshard.utils.collectives import Communicator, RowGather
 from fairshard.utils.unequal_rows import UnequalGather
+from fairshard.views import ragged
 
 
 class Issued(NamedTuple):
@@ -47,7 +48,7 @@ def recording():
     issues = Issues()
     start, scatter = RowGather.start, Communicator.reduce_scatter
     total, combine = Communicator.sum_over_ranks, Communicator.all_reduce
-    start_unequal, reduce_rows = UnequalGather.start, owned_bucket.reduce_rows
+    start_unequal, reduce_rows = UnequalGather.start, ragged.reduce_rows
 
     def note(kind, comm, tag, tensor):
         if comm.world_size > 1:
@@ -81,7 +82,7 @@ def recording():
     with contextlib.ExitStack() as stack:
         for owner, name, noted in (
             (UnequalGather, "start", noted_unequal),
-            (owned_bucket, "reduce_rows", noted_rows),
+            (ragged, "reduce_rows", noted_rows),
             (RowGather, "start", noted_start),
             (Communicator, "reduce_scatter", noted_scatter),
             (Communicator, "sum_over_ranks", noted_total),

@@ -71,46 +71,6 @@ def test_gradients_pass_through_a_frozen_model():
     assert not any(unit.is_gathered for _, unit in units_below(wrapped))
 
 
-@on_ranks(2)
-def test_frozen_parameters_hold_no_gradient_memory():
-    """After a backward a frozen unit keeps no gradient: not on its shard, on its leaves or elsewhere."""
-    model = mlp(4, 257, 5)
-    model[0].requires_grad_(False)
-    wrapped = wrap_each(model)
-    loss_of(wrapped, 0).backward()
-    (frozen,), (trained,) = (wrapped[index]._unit.flat_params for index in (0, 2))
-    assert frozen.grad.tensors() == []
-    assert all(slot.leaf.grad is None for slot in frozen.slots)
-    assert [grad.numel() for grad in trained.grad.tensors()] == [trained.shard_numel]
-
-
-@on_ranks(2)
-def test_low_rank_adapters():
-    """With frozen base weights and small trainable matrices, each in a unit, only the small matrices change."""
-
-    class Adapted(nn.Module):
-        def __init__(self, base):
-            super().__init__()
-            self.base = base.requires_grad_(False)
-            self.down = nn.Linear(base.in_features, 2, bias=False)
-            self.up = nn.Linear(2, base.out_features, bias=False)
-
-        def forward(self, x):
-            return self.base(x) + self.up(self.down(x))
-
-    torch.manual_seed(1)
-    model = nn.Sequential(*(Adapted(nn.Linear(4, 4)) for _ in range(3))).to(rank_device())
-
-    def wrap(model):
-        return FSDP(nn.Sequential(*(FSDP(layer) for layer in model)))
-
-    before = copy.deepcopy(model.state_dict())
-    after = train_alike(model, wrap, loss_of).state_dict()
-    assert {name for name in before if not torch.equal(before[name], after[name])} == {
-        name for name in before if "base" not in name
-    }
-
-
 class Offset(nn.Module):
     """Returns its weight, alone or added to the input."""
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from fairshard.errors import ParameterShardedError
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from tests.kit import rank_device
@@ -118,29 +117,6 @@ def test_what_follows_the_shard():
         model(randn(2, 3))
     assert model.module.weight is weight
     assert not weight.requires_grad
-
-
-@on_ranks(2)
-def test_everything_else_raises():
-    """Reading values, or changing the parameter through its placeholder, raises with the parameter's name."""
-    model = FSDP(nn.Sequential(FSDP(nn.Linear(3, 5)), nn.Linear(5, 2)))
-    for _ in range(2):
-        weight = model[0].module.weight
-        for use in (
-            lambda weight: weight.sum(),
-            lambda weight: weight.to(torch.float16),
-            lambda weight: weight.data,
-            lambda weight: weight.requires_grad_(False),
-            lambda weight: setattr(weight, "requires_grad", False),
-            lambda weight: len(weight),
-            lambda weight: torch.zeros_like(weight),
-            lambda weight: torch.numel(weight),
-        ):
-            with pytest.raises(ParameterShardedError, match=r"`0\.weight` must be gathered"):
-                use(weight)
-        with pytest.raises(IndexError):
-            weight.size(2)
-        model(randn(2, 3)).sum().backward()
 
 
 @on_ranks(2)

@@ -23,7 +23,7 @@ from fairshard.params.gathered import Gathered
 from fairshard.params.shard_grad import GradTransfers
 from fairshard.utils.streams import Event, Stream
 from fairshard.utils.transfers import Chain, Transfer
-from fairshard.views.joint_gather import JointGather
+from fairshard.views.rows import JointGather
 
 PACKAGE = Path(fairshard.__file__).parent
 HOLDERS = ("_reads",)

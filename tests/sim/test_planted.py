@@ -58,7 +58,7 @@ CAUGHT = {
     "utils.messages:_exchange:wait": "state-rank0",
     "utils.messages:gather_scalars:wait": "scalars",
     "utils.ragged_tensor:RaggedTensor.__torch_dispatch__:wait": "blocks-scaler",
-    "utils.ragged_gather:gather_rows:wait": "blocks",
+    "utils.ragged_tensor:gather_rows:wait": "blocks",
     "utils.ragged_tensor:_is_equal:wait": "blocks",
     "utils.rank_norms:largest_norms:wait": "blocks-clip-inf",
     "utils.rank_norms:joint_norms:wait": "blocks",
@@ -79,8 +79,8 @@ CAUGHT = {
     "views.copied_out:CopiedOut.start:record-2": "fully_shard-bf16-device",
     "views.copied_out:CopiedOut.start:record-3": "fully_shard-bf16-device",
     "views.copied_out:CopiedOut.start:wait": "subclass@1",
-    "views.extension:Extension.first:wait": "subclass",
-    "views.joint_gather:JointGather.wait:wait": "mixed-dtypes",
+    "views.extended_param:Extension.first:wait": "subclass",
+    "views.rows:JointGather.wait:wait": "mixed-dtypes",
 }
 """Each site below ``fairshard.``, and the cell that has a race or other numbers without it; ``@4``: on four ranks."""
 
@@ -95,7 +95,7 @@ EXCUSED = {
     "views.received_in_place:ReceivedInPlace._copy_out:wait": ON_HOSTS,
     "views.received_in_place:ReceivedInPlace.start:wait": ON_HOSTS,
     "params.gathered:Gathered.start:wait": WORKS,
-    "views.extended_gathered:ExtendedGathered.start:wait": WORKS,
+    "views.extended_param:ExtendedGathered.start:wait": WORKS,
     "checkpoint.agreement:_Busy._send:wait": THREAD,
     "checkpoint.checkpointer:Checkpointer.load_latest:wait": THREAD,
     "checkpoint.checkpointer:Checkpointer.load_step:wait": THREAD,
@@ -110,7 +110,6 @@ EXCUSED = {
     "engine.shared:Shared.drop:record": DROPPED,
     "engine.shared:Shared.drop:wait": DROPPED,
     "params.shard_grad:GradTransfers.drop:wait": DROPPED,
-    "utils.sharded_tensors:_gathered:wait": HOST,
     "checks.watchdog:Watchdog._serve:wait": THREAD,
     "checks.watchdog:Watchdog.explain:wait": THREAD,
 }

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairshard.utils.box import Box, boxes_of
 from fairshard.utils.span import Span
+from fairshard.utils.span_tensor import Box, boxes_of
 
 shapes = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 

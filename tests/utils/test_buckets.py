@@ -10,8 +10,8 @@ import torch.distributed as dist
 from fairshard.utils.buckets import Bucket, Bucketer, Division
 from fairshard.utils.collectives import Communicator, Communicators, counters, reset_counters
 from fairshard.utils.groups import communicator
-from fairshard.utils.owned_bucket import OwnedBucket
 from fairshard.utils.streams import Stream
+from fairshard.views.ragged import OwnedBucket
 from tests.kit import delayed, rank_device
 from tests.on_ranks import on_ranks
 

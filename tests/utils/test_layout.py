@@ -5,10 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairshard.utils.layout import FlatLayout
-from fairshard.utils.owned_layout import OwnedLayout
-from fairshard.utils.ragged_layout import RaggedLayout
+from fairshard.utils.placed_layout import OwnedLayout, RaggedLayout, RowsLayout
 from fairshard.utils.ragged_plan import Blocks, plan_line
-from fairshard.utils.rows_layout import RowsLayout
 
 sizes = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 row_sizes = st.lists(st.one_of(st.tuples(st.integers(0, 9), st.integers(0, 3)), st.just((None, 1))), max_size=4)
@@ -119,17 +117,6 @@ def test_filled_says_how_much_of_each_row_belongs_to_parameters(numels, world_si
         row = line[rank * layout.shard_numel : (rank + 1) * layout.shard_numel]
         assert layout.filled(rank) == sum(element is not None for element in row)
         assert [piece for piece in layout.pieces if piece.row == rank] == list(layout.pieces_of(rank))
-
-
-@given(sizes, worlds)
-def test_param_spans_are_slices_of_the_line(numels, world_size):
-    """Cutting the concatenated parameters at their spans gives them back."""
-    layout = FlatLayout(numels, world_size)
-    values = [torch.full((numel,), float(index)) for index, numel in enumerate(numels)]
-    line = torch.cat(values)
-    for index, value in enumerate(values):
-        span = layout.param_span(index)
-        assert torch.equal(line[span.start : span.stop], value)
 
 
 @given(owned())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from fairshard.settings.placements import RowBlocks
-from fairshard.utils.ragged_layout import RaggedLayout
+from fairshard.utils.placed_layout import RaggedLayout
 from fairshard.utils.ragged_plan import Blocks, plan_line
 from fairshard.utils.ragged_tensor import RaggedShard
 from fairshard.views.ragged import Ragged

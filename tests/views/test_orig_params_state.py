@@ -1,8 +1,6 @@
 """``use_orig_params``: state is saved and shown per original parameter, and loads to and from every other layout."""
 
 import copy
-import io
-import pickle
 
 import pytest
 import torch
@@ -10,8 +8,8 @@ import torch.distributed as dist
 
 from fairshard.checkpoint import load, save
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn import StateDictType
-from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+from tests.copied import by_pickle, by_torch_save, losses_of
+from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, await_device, randn
 
@@ -48,64 +46,14 @@ def grouped(model):
     return torch.optim.SGD([{"params": others}, {"params": norms, "lr": 0.5}], lr=0.1, momentum=0.9)
 
 
-def assert_same_optim_state(one, other):
-    assert list(one) == list(other)
-    for name, entries in one.items():
-        assert list(entries) == list(other[name])
-        assert all(torch.equal(value, other[name][key]) for key, value in entries.items()), name
-
-
 @on_ranks(in_full(2), 3)
-@pytest.mark.parametrize("into", LAYOUTS)
-@pytest.mark.parametrize("way", ["full", in_full("rank0"), in_full("sharded")])
-def test_optimizer_state_goes_to_every_layout_and_back(into, way):
-    """State saved with views loads into every layout, and the reverse, with the same names, values and bits."""
-    for first, second in (("views", into), (into, "views")):
-        model, optimizer = build(first)
-        step(model, optimizer, 0)
-        other, of_other = build(second, seed=7)
-        other.load_state_dict(model.state_dict())
-        if way == "full":
-            saved = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-            made = FSDP.shard_full_optim_state_dict(saved, other, optim=of_other)
-        elif way == "rank0":
-            saved = FSDP.full_optim_state_dict(model, optimizer)
-            made = FSDP.scatter_full_optim_state_dict(saved or None, other, optim=of_other)
-        else:
-            if (first == "views") != (second == "views"):
-                continue  # spans of another layout: fairshard.checkpoint reads them
-            saved = FSDP.sharded_optim_state_dict(model, optimizer)
-            made = FSDP.flatten_sharded_optim_state_dict(saved, other, of_other)
-        of_other.load_state_dict(made)
-        pairs = (model, optimizer), (other, of_other)
-        wholes = [FSDP.full_optim_state_dict(*pair, rank0_only=False) for pair in pairs]
-        assert_same_optim_state(wholes[0]["state"], wholes[1]["state"])
-        assert wholes[0]["param_groups"] == wholes[1]["param_groups"]
-        losses = [step(*pair, 1) for pair in pairs]
-        assert torch.equal(*losses)
-        assert_same_state(other.state_dict(), model.state_dict())
-
-
-@on_ranks(1, in_full(2), 3)
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
-def test_state_dicts_of_all_forms(kind):
-    """In every form model and optimizer load into a model with views; local model state also loads into a flat one."""
+def test_local_state_loads_into_a_flat_model():
+    """Local state has each rank's shard, whatever is registered for it."""
     model, optimizer = build("views")
     step(model, optimizer, 0)
-    for layout in ("views", "flat") if kind == "LOCAL_STATE_DICT" else ("views",):
-        other, of_other = build(layout, seed=7)
-        for one in (model, other):
-            FSDP.set_state_dict_type(one, getattr(StateDictType, kind))
-        other.load_state_dict(model.state_dict())
-        if layout == "views":
-            state = FSDP.optim_state_dict(model, optimizer)
-            of_other.load_state_dict(FSDP.optim_state_dict_to_load(other, of_other, state))
-        for one in (model, other):
-            FSDP.set_state_dict_type(one, StateDictType.FULL_STATE_DICT)
-        assert_same_state(other.state_dict(), model.state_dict())
-        if layout == "views":
-            assert torch.equal(step(other, of_other, 1), step(model, optimizer, 1))
-            assert_same_state(other.state_dict(), model.state_dict())
+    other, _ = build("flat", seed=7)
+    other.load_local_state_dict(model.local_state_dict())
+    assert_same_state(other.state_dict(), model.state_dict())
 
 
 @on_ranks(in_full(1), 3)
@@ -180,39 +128,21 @@ def test_whole_parameters_and_gradients_are_shown_and_written_back():
 
 @pytest.mark.pairs
 @on_ranks(1, 3)
-@pytest.mark.parametrize("by", ["deepcopy", "pickle", "torch.save"])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_copy_trains_on_its_own(by, when):
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, by_pickle, by_torch_save])
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_a_copy_trains_on_its_own(copied_by, num_steps):
     """A copied or pickled model has views of its own shard: training and the check for changed weights still work."""
-    model = wrap_each(mlp(4, 9, 5), use_orig_params=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if when == "after":
-        model(randn(3, 4)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if by == "deepcopy":
-        other = copy.deepcopy(model)
-    elif by == "pickle":
-        other = pickle.loads(pickle.dumps(model))
-    else:
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        other = torch.load(buffer, weights_only=False)
-    twin = wrap_each(mlp(4, 9, 5, seed=7))
-    twin.load_state_dict(model.state_dict())
-    before = model.state_dict()
-    for one in (other, twin):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-        for key in range(2):
-            one(randn(3, 4, key=key)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_state(other.state_dict(), twin.state_dict())
+    model = wrap_tiny(tiny(), use_orig_params=True)
+    losses_of(model, num_steps)
+    other, before = copied_by(model), model.state_dict()
+    losses = losses_of(other)
     assert_same_state(model.state_dict(), before)
-    loss = other(randn(3, 4)).square().sum()
+    assert losses_of(model) == losses
+    assert_same_state(other.state_dict(), model.state_dict())
+    tokens, extra, targets = tiny_batch(0)
+    loss = tiny_loss(other(tokens, extra), targets)
     with torch.no_grad():
-        other[0].params[0].add_(1)
+        other.params[0].add_(1)
     await_device()  # the backward's gather, whose result is refused, does not wait for the write
     with pytest.raises(RuntimeError, match="must not change between"):
         loss.backward()

@@ -11,7 +11,7 @@ from torch import nn
 from fairshard.checkpoint import load, save
 from fairshard.errors import FairshardError, ShardOptimizerError
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn import MixedPrecision, OptimStateKeyType, ShardingStrategy
+from fairshard.nn import MixedPrecision, ShardingStrategy
 from fairshard.optim import CPUOptimizer
 from tests.checkpoint.compared import assert_same, whole
 from tests.kit import run_ranks
@@ -191,36 +191,6 @@ def test_flat_shards_are_still_refused_by_such_optimizers():
     apart = FSDP(mlp(4, 6), **APART)
     with pytest.raises(ShardOptimizerError, match="LBFGS needs all parameters"):
         CPUOptimizer(apart, torch.optim.LBFGS)
-
-
-@on_ranks(1)
-@layouts
-def test_optimizer_state_dicts(layout):
-    """Full and sharded state have the plain optimizer's values under its names, and load into every layout."""
-    plain, model = Odd(), wrapped(LAYOUTS[layout])
-    theirs, ours = (torch.optim.Adam(one.parameters(), lr=0.1, foreach=False) for one in (plain, model))
-    train(plain, theirs)
-    train(model, ours)
-    expected = FSDP.rekey_optim_state_dict(theirs.state_dict(), OptimStateKeyType.PARAM_NAME, plain)["state"]
-    expected.pop("none")  # has no gradient in a shard of its own
-    for get in (FSDP.full_optim_state_dict, FSDP.sharded_optim_state_dict):
-        saved = get(model, ours)
-        assert saved["state"].keys() - {"none"} == expected.keys()
-        for name, values in expected.items():
-            assert shapes(saved["state"][name].items()) == shapes(values.items())
-        for other_layout in LAYOUTS.values():
-            other = wrapped(other_layout, seed=2)
-            optimizer = torch.optim.Adam(other.parameters(), lr=0.5)
-            if get is FSDP.full_optim_state_dict:
-                assert_same_state(saved["state"]["first.weight"], expected["first.weight"])
-                assert_same_state(saved["state"]["scale"], expected["scale"])
-                loaded = FSDP.shard_full_optim_state_dict(saved, other, optim=optimizer)
-            else:
-                loaded = FSDP.flatten_sharded_optim_state_dict(saved, other, optim=optimizer)
-            optimizer.load_state_dict(loaded)
-            again = FSDP.full_optim_state_dict(other, optimizer)["state"]
-            for name, values in expected.items():
-                assert_same_state(again[name], values)
 
 
 def _trained_odd(folder, layout, source=None):

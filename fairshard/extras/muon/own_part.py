@@ -15,11 +15,11 @@ from fairshard.params.line import FlatLine
 from fairshard.params.rule import GradHome
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.groups import communicator
-from fairshard.utils.owned_layout import OwnedLayout
+from fairshard.utils.placed_layout import OwnedLayout
 from fairshard.utils.span import Span
+from fairshard.views.extended_param import ShownExtended
 from fairshard.views.orig_param import OrigParam, Stepped
 from fairshard.views.rows import is_ordered
-from fairshard.views.shown_extended import ShownExtended
 
 
 class OwnPart:

@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor
 from fairshard.nn import fully_shard
 from fairshard.utils.collectives import counters, exchange_tag, reset_counters
 from fairshard.utils.groups import communicator
-from fairshard.utils.part_gather import PartGather
-from fairshard.utils.rows_layout import RowsLayout
+from fairshard.utils.placed_layout import RowsLayout
 from fairshard.utils.transfers import Transfer
-from fairshard.views.received_in_place import ReceivedInPlace, large_params
+from fairshard.views.received_in_place import PartGather, ReceivedInPlace, large_params
 from tests.doors.fully_shard.test_custom_comms import CountingGather
 from tests.kit import CopyCounter
 from tests.on_ranks import on_ranks
@@ -141,9 +140,10 @@ def test_a_gather_that_nobody_waits_for():
 def test_each_message_has_a_tag_of_its_own():
     """Messages from one rank to another that run at the same time differ in their tags."""
     comm, seen = communicator(dist.group.WORLD), []
+    done = SimpleNamespace(is_completed=lambda: True)
     exchange = SimpleNamespace(
-        recv=lambda tensors, peer, tag: seen.append(("recv", peer, tag)),
-        send=lambda tensors, peer, tag: seen.append(("send", peer, tag)),
+        recv=lambda tensors, peer, tag: seen.append(("recv", peer, tag)) or done,
+        send=lambda tensors, peer, tag: seen.append(("send", peer, tag)) or done,
     )
     with mock.patch.object(comm, "exchange", exchange):
         parts = [[torch.zeros(rank + number) for rank in range(3)] for number in range(4)]

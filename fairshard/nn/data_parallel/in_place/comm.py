@@ -37,7 +37,7 @@ from fairshard.utils.device import current_device
 from fairshard.utils.groups import subgroup
 from fairshard.utils.hook_bucket import UserStream, in_turn
 from fairshard.utils.streams import Event, is_asynchronous
-from fairshard.views.owned import check_none_owned
+from fairshard.views.ragged import check_none_owned
 from fairshard.views.shown_dtensors import ShownDTensors
 
 check_flag = replace(FLAG, error=ValueError)

@@ -21,9 +21,8 @@ from fairshard.checks.shards import stepped_of
 from fairshard.engine.unit import Unit
 from fairshard.state.assigned_values import copy_into, is_assigned
 from fairshard.state.optim_loading import SCALARS
-from fairshard.utils.dtensors import part_of, placed_as
+from fairshard.utils.dtensors import cut_whole_values, part_of, placed_as
 from fairshard.utils.graph_breaks import untraced
-from fairshard.utils.whole_values import cut_whole_values
 
 
 class _ShardsShown:

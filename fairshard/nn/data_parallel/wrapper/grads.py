@@ -22,7 +22,7 @@ from fairshard.utils.buckets import Division
 from fairshard.utils.graph_breaks import untraced
 from fairshard.utils.hook_bucket import HookKind
 from fairshard.utils.tensors import is_same_memory
-from fairshard.views.owned import check_none_owned
+from fairshard.views.ragged import check_none_owned
 
 
 class GradMethods(StateMethods):
