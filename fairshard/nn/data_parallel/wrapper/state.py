@@ -44,7 +44,7 @@ class StateMethods(UnitAttributes):
         self._fairshard_loading = Loading(self._unit)
         self.register_load_state_dict_post_hook(_end_loading)  # type: ignore[no-untyped-call]
 
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+    def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The model's state under unwrapped names, in the dtype of the shards, in the form set for the model.
 
         By default every rank gets the whole state in new tensors, which the unwrapped module can load, and vice versa.
@@ -56,10 +56,6 @@ class StateMethods(UnitAttributes):
             RanksDisagreeError: on every rank, if the state is gathered and the ranks have run different things.
             RuntimeError: the units' forms differ.
         """
-        if args:  # nn.Module still accepts them by position
-            positional = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
-            destination = positional.get("destination", destination)
-            prefix, keep_vars = positional.get("prefix", prefix), positional.get("keep_vars", keep_vars)
         self._assert_idle("state_dict", or_shown=True)
         check_whole_inside((unit for _, unit in units_below(self)), "state_dict")
         # Only the outermost wrapper compares the units: comparing in each wrapper would walk the tree every time.
