@@ -17,7 +17,7 @@ from fairshard.nn.data_parallel import StateDictType
 from tests.kit import rank_device
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn
-from tests.state.doors import DOORS, every_door
+from tests.state.doors import DOORS, every_door, sharded, whole_state
 from tests.trained import odd
 
 
@@ -25,22 +25,8 @@ class Boom(Exception):
     pass
 
 
-def sharded(door, seed):
-    """An `odd` model in two units."""
-    model = odd(seed)
-    model.frozen = DOORS[door](model.frozen)
-    return DOORS[door](model)
-
-
 def inside(model):
     return model.module if isinstance(model, FSDP) else model
-
-
-def whole_state(model):
-    return {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
-        for name, value in model.state_dict().items()
-    }
 
 
 def double_(model):
