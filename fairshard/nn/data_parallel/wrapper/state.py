@@ -15,12 +15,7 @@ from fairshard.engine.tree import unit_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import NotRootError
 from fairshard.nn.data_parallel.wrapper.attributes import UnitAttributes
-from fairshard.settings.state_dicts import (
-    OptimStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from fairshard.settings.state_dicts import StateDictType
 from fairshard.setup.claim import claim, roots_below
 from fairshard.state import forms
 from fairshard.state.assigned_values import is_assigned
@@ -138,44 +133,9 @@ class StateMethods(UnitAttributes):
 
     # ---- the form of state dicts
 
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """Set the form of the state dicts of wrappers in ``module`` and their optimizers; returns the previous form.
-
-        FULL_STATE_DICT gives whole values, SHARDED_STATE_DICT values that ``torch.distributed.checkpoint`` saves and
-        loads, LOCAL_STATE_DICT this rank's shards. torch's enum and configs are accepted.
-
-        Raises:
-            RuntimeError: a config does not belong to the form.
-            AssertionError: the wrappers had different forms.
-        """
-        return forms.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The form and configs of the wrappers in ``module``; the defaults if there are no wrappers.
-
-        Raises:
-            AssertionError: the wrappers' settings differ.
-        """
-        return common_settings(module)
-
-    @staticmethod
-    @contextmanager
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> Iterator[None]:
-        """`set_state_dict_type` for the ``with`` block; restores the previous form at its end."""
-        with forms.state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config):
-            yield
+    set_state_dict_type = staticmethod(forms.set_state_dict_type)
+    get_state_dict_type = staticmethod(common_settings)
+    state_dict_type = staticmethod(forms.state_dict_type)
 
     # ---- whole parameters
 
