@@ -233,20 +233,17 @@ class CPUOptimizer(Optimizer):
 
     # ---- for the scaler
 
-    def check_unstepped(self) -> None:
-        """Raise if `last_backward` has stepped shards: a scaler would unscale their gradients too late.
+    def gradients(self) -> list[Tensor]:
+        """All gradients to unscale, on parameters or held by units.
 
         Raises:
-            FairshardError: it has.
+            FairshardError: `last_backward` has stepped shards: a scaler would unscale their gradients too late.
         """
         if self._early is not None:
             raise FairshardError(
                 "Gradients must be unscaled before a step, but last_backward() has already stepped shards with scaled "
                 "ones. With a scaler, step after the backward: run it outside of last_backward()."
             )
-
-    def gradients(self) -> list[Tensor]:
-        """All gradients, on parameters or held by units."""
         grads = [self._grad_of(param) for group in self.param_groups for param in group["params"]]
         return [grad for grad in grads if grad is not None]
 
