@@ -1,6 +1,6 @@
 """Inside ``summon_full_params`` state dicts hold the shown values, and initialising parameters takes effect.
 
-Covers the wrapper and ``fully_shard``: ``state_dict()`` of both modules, ``reset_parameters()`` and ``nn.init``.
+Covers the wrapper and ``fully_shard``: ``state_dict()`` of both modules and ``reset_parameters()``.
 """
 
 import copy
@@ -76,23 +76,6 @@ def test_a_wrappers_state_is_the_callers_own(door):
         double_(model)
     double_(model)
     assert_same_state(state, odd(2).state_dict())
-
-
-@on_ranks(1, 2)
-@every_door
-def test_nn_init(door):
-    """``nn.init`` gives shown parameters the values that it gives plain ones, twice in a row."""
-    plain, model = odd(1), sharded(door, 1)
-    for seed in (3, 4):
-        for net in (plain, model):
-            torch.manual_seed(seed)
-            with FSDP.summon_full_params(model) if net is model else nullcontext():
-                nn.init.normal_(net.up.weight)
-                nn.init.zeros_(net.up.bias)
-                nn.init.uniform_(inside(net.frozen).weight)
-                nn.init.constant_(net.one, 3.0)
-        assert_same_state(whole_state(model), plain.state_dict())
-    model(randn(2, 3)).sum().backward()
 
 
 class Reset(nn.Module):

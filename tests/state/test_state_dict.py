@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from tests.kit import rank_device
-from tests.models import SavedTransposed, Tiny, mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+from tests.models import Tiny, mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn, sgd
 
@@ -200,33 +200,6 @@ def test_a_state_dict_of_another_dtype_is_cast():
     wrapped.load_state_dict(half)
     plain.load_state_dict(half)
     assert_same_state(wrapped.state_dict(), plain.state_dict())
-
-
-@on_ranks(2)
-def test_modules_with_their_own_state():
-    """Modules that save and load in their own way (extra state, own keys) do so as on the plain model."""
-
-    class Own(SavedTransposed, nn.Linear):
-        extra = "nothing"
-
-        def get_extra_state(self):
-            return {"extra": self.extra}
-
-        def set_extra_state(self, state):
-            self.extra = state["extra"]
-
-    torch.manual_seed(1)
-    plain = nn.Sequential(Own(4, 5))
-    wrapped = FSDP(nn.Sequential(FSDP(copy.deepcopy(plain[0]))))
-    plain[0].extra = wrapped[0].module.extra = "something"
-    state = wrapped.state_dict()
-    assert list(state) == list(plain.state_dict())
-    assert torch.equal(state["0.transposed"], plain[0].weight.t())
-    assert state["0._extra_state"] == {"extra": "something"}
-    target = FSDP(nn.Sequential(FSDP(Own(4, 5))))
-    target.load_state_dict(state)
-    assert target[0].module.extra == "something"
-    assert torch.equal(target.state_dict()["0.transposed"], state["0.transposed"])
 
 
 @on_ranks(2)
