@@ -27,9 +27,8 @@ from fairshard.state.fairscale_shards import Shard, in_order_of_ranks, parse, ti
 def import_fairscale(shards: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Manifest:
     """Write the weights in ``shards``, one file per rank, as the checkpoint folder ``out``; returns its manifest.
 
-    Pass the files in the order of ranks. If padding identifies the rank of each, any order works; an order that
-    contradicts padding or the numbers in file names raises. Buffers come from the first rank that has them. Tied
-    weights appear under every name.
+    Pass the files in the order of ranks; an order that contradicts padding or the numbers in file names raises. Buffers
+    come from the first rank that has them. Tied weights appear under every name.
 
     Raises:
         ValueError: ``shards`` is empty.

@@ -37,19 +37,22 @@ def check_same(comm: Communicator, own: list[str], device: torch.device) -> None
     Raises:
         RanksDisagreeError: on every rank, naming the first difference.
     """
-    if agree(comm, digest(own), device):
-        return
+    if not agree(comm, digest(own), device):
+        raise RanksDisagreeError(
+            "All ranks must wrap the same model in the same way, but the first difference is: "
+            f"{differing_line(comm, own)}. Build the model from the same code and configuration on every rank."
+        )
+
+
+def differing_line(comm: Communicator, own: list[str]) -> str:
+    """The first of the lines ``own`` in which ranks differ, in words. **Collective.**"""
     every = comm.gather_objects(own)
     first, *_ = ranks = ranks_of(comm)
     for rank, lines in zip(ranks, every, strict=True):
         for ours, theirs in zip_longest(every[0], lines, fillvalue="nothing more"):
             if ours != theirs:
-                raise RanksDisagreeError(
-                    "All ranks must wrap the same model in the same way, but the first difference is: rank "
-                    f"{first} has {ours}; rank {rank} has {theirs}. Build the model from the same code and "
-                    "configuration on every rank."
-                )
-    raise RanksDisagreeError("Ranks disagree on the model, but the descriptions do not differ; please report this.")
+                return f"rank {first} has {ours}; rank {rank} has {theirs}"
+    return "none in these descriptions; please report this"
 
 
 def ranks_of(comm: Communicator) -> list[int]:

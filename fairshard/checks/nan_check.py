@@ -15,7 +15,6 @@ from fairshard.engine.observer import Observer
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
 from fairshard.errors import NonFiniteGradientError
-from fairshard.params.flat_param import FlatParam
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.groups import communicator
 from fairshard.utils.user_line import level_of_user
@@ -34,8 +33,7 @@ class NanCheck(Observer):
         self.is_on = units[0].config.nan_check
         self._units = units
         self._comms = [comm for comm in (*comms, *_comms_of_dtensors(units)) if comm.peers]
-        self._names: list[str] = []
-        self._flags: list[Tensor] = []
+        self._seen: list[tuple[str, Tensor]] = []  # the names of parameters, and whether their gradients are finite
         self._has_warned = False
 
     @staticmethod
@@ -45,17 +43,12 @@ class NanCheck(Observer):
 
     def grads_sent(self, unit: Unit) -> None:
         """Record whether this rank's own gradients of ``unit`` are finite, before they are reduced."""
-        for flat_param in unit.flat_params if self.is_on else ():
-            for slot in flat_param.slots:
-                grad = slot.leaf.grad
-                if grad is not None:
-                    self._names.append(slot.fqn)
-                    self._flags.append(_is_finite(grad))
+        slots = [slot for flat_param in unit.flat_params for slot in flat_param.slots] if self.is_on else []
+        self._seen += [(slot.fqn, _is_finite(slot.leaf.grad)) for slot in slots if slot.leaf.grad is not None]
 
     def interrupted(self, in_backward: bool) -> None:
         """Drop the records of a pass that was interrupted."""
-        self._names.clear()
-        self._flags.clear()
+        self._seen.clear()
 
     def backward_ends(self, is_reached: bool, reduces: bool) -> None:
         """See `look`."""
@@ -68,8 +61,8 @@ class NanCheck(Observer):
         Raises:
             NonFiniteGradientError: on every rank, if a gradient of any is not finite.
         """
-        flags = torch.stack(self._flags).tolist() if self._flags else []
-        own = [f"`{name}`" for name, is_finite in zip(self._names, flags, strict=True) if not is_finite]
+        flags = torch.stack([flag for _, flag in self._seen]).tolist() if self._seen else []  # waits once
+        own = [f"`{name}`" for (name, _), is_finite in zip(self._seen, flags, strict=True) if not is_finite]
         self.interrupted(in_backward=True)
         own = own or [f"the sum over ranks of `{name}`" for name in _bad_sums(self._units)]
         found = self._gather(own)
@@ -106,15 +99,13 @@ class NanCheck(Observer):
 
 def _bad_sums(units: list[Unit]) -> list[str]:
     """Parameters whose reduced gradient is not finite in the part that this rank keeps."""
-    return [name for unit in reversed(units) for flat_param in unit.flat_params for name in _bad_runs(flat_param)]
-
-
-def _bad_runs(flat_param: FlatParam) -> list[str]:
-    grad = flat_param.grad.value
-    if grad is None or bool(_is_finite(grad)):
-        return []
-    runs = zip(flat_param.slots, flat_param.line.runs_of(grad), strict=True)
-    return [slot.fqn for slot, (_, run) in runs if not bool(_is_finite(run))]
+    found = []
+    for flat_param in (flat_param for unit in reversed(units) for flat_param in unit.flat_params):
+        grad = flat_param.grad.value
+        if grad is not None and not _is_finite(grad):
+            runs = zip(flat_param.slots, flat_param.line.runs_of(grad), strict=True)
+            found += [slot.fqn for slot, (_, run) in runs if not _is_finite(run)]
+    return found
 
 
 def _is_finite(grad: Tensor) -> Tensor:

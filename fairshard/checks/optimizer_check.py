@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fairshard.checks.block_state import check_blocks
+from fairshard.checks.block_state import adapt_blocks
 from fairshard.checks.order_check import OrderCheck
 from fairshard.checks.shards import add_copies, add_copy, add_shards, num_added, originals, shard_of
 from fairshard.checks.whole_grads import check_whole
@@ -260,8 +260,7 @@ def _check(optimizer: Optimizer) -> None:
                     "`reshard()` before you build the optimizer."
                 )
             _check_shard(optimizer, param)
-    found = [shard_of(param)[0] for group in optimizer.param_groups for param in group["params"]]
-    check_blocks(optimizer, [stepped for stepped in found if stepped is not None])
+    adapt_blocks(optimizer)
     _warn_of_shape_groups(optimizer)
 
 

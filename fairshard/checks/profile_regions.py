@@ -6,20 +6,17 @@ While no profiler runs, nothing is wrapped: `run` asks once per call of a unit w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch.autograd import profiler
 from torch.profiler import record_function
 
 from fairshard.checks.method_tap import tap
-from fairshard.engine.call_hooks import Probe
 from fairshard.engine.observer import Observer
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
-from fairshard.utils.buckets import Bucket, GradSource
-from fairshard.utils.transfers import Transfer
+from fairshard.utils.buckets import GradSource
 
 open_regions: list[ProfileRegions] = []
 """Of the models that ran while the last profiler did."""
@@ -75,20 +72,17 @@ class ProfileRegions:
         self._unit_of: dict[Any, Unit] = {flat_param: unit for unit in root.units for flat_param in unit.flat_params}
         self._undo: list[Callable[[], None]] = []
         if all(regions.engine() is not root.engine for regions in open_regions):  # models may share an engine
-            for name, around in (
-                ("enter", _pre_forward),
-                ("leave", _post_forward),
-                ("reach", _reach),
-                ("_end_backward", _end_backward),
-            ):
-                self._undo.append(tap(root.engine, name, around))
+            self._tap(root.engine, "enter", "pre_forward", lambda unit, *_: [unit])
+            self._tap(root.engine, "leave", "post_forward", lambda unit, *_: [unit])
+            self._tap(root.engine, "reach", "pre_backward", lambda probe: [probe.hooks.record.unit])
+            self._tap(root.engine, "_end_backward", "end_backward", lambda *_: [])
         for unit in root.units:
-            if unit.flat_params:
-                self._watch(unit)
+            for name, phase in _PHASES.items() if unit.flat_params else ():
+                self._tap(unit, name, phase, _always(unit))
         bucketer = root.shared.bucketer
-        self._undo.append(tap(bucketer, "launch", self._launch))
-        self._undo.append(tap(bucketer, "deliver", self._deliver))
-        self._undo.append(tap(bucketer, "reduce", self._reduce))
+        self._tap(bucketer, "launch", "reduce_scatter", lambda bucket, *_: self._units_of(bucket.sources))
+        self._tap(bucketer, "deliver", "reduce_scatter_wait", lambda bucket, _: self._units_of(bucket.sources))
+        self._tap(bucketer, "reduce", "reduce_scatter", self._hooked)
 
     def remove(self) -> None:
         """Show no more regions."""
@@ -96,63 +90,34 @@ class ProfileRegions:
         for function in undo:
             function()
 
-    def _watch(self, unit: Unit) -> None:
-        def unshard(method: Any, *args: Any, **kwargs: Any) -> None:
-            with _region("all_gather", unit):
-                method(*args, **kwargs)
+    def _tap(self, owner: Any, name: str, phase: str, units_of: Callable[..., Iterable[Unit] | None]) -> None:
+        """Open a region around each call of ``owner.name(...)``, for ``units_of(...)``, unless that is None."""
 
-        self._undo.append(tap(unit, "unshard", unshard))
-        for name, phase in _PHASES.items():
-            self._undo.append(tap(unit, name, _around(phase, unit)))
+        def around(method: Any, *args: Any, **kwargs: Any) -> Any:
+            units = units_of(*args)
+            if units is None:
+                return method(*args, **kwargs)
+            names = ", ".join(unit.fqn or "root" for unit in units)
+            with record_function(f"fairshard::{phase} ({names})" if names else f"fairshard::{phase}"):
+                return method(*args, **kwargs)
 
-    def _launch(self, method: Any, bucket: Bucket, *written: Any) -> None:
-        with self._bucket_region("reduce_scatter", bucket.sources):
-            method(bucket, *written)
+        self._undo.append(tap(owner, name, around))
 
-    def _deliver(self, method: Any, bucket: Bucket, transfer: Transfer) -> None:
-        with self._bucket_region("reduce_scatter_wait", bucket.sources):
-            method(bucket, transfer)
+    def _units_of(self, sources: Iterable[Any]) -> Iterable[Unit]:
+        return dict.fromkeys(self._unit_of[source] for source in sources if source in self._unit_of)
 
-    def _reduce(self, method: Any, source: GradSource, *yields: Any) -> None:
-        is_hooked = not isinstance(source.bucket_kind, type)  # a user's hook reduces it now; other kinds are classes
-        with self._bucket_region("reduce_scatter", [source]) if is_hooked else nullcontext():
-            method(source, *yields)
-
-    def _bucket_region(self, phase: str, sources: Sequence[Any]) -> record_function:
-        units = dict.fromkeys(self._unit_of[source] for source in sources if source in self._unit_of)
-        return record_function(f"fairshard::{phase} ({', '.join(unit.fqn or 'root' for unit in units)})")
+    def _hooked(self, source: GradSource, *_: Any) -> Iterable[Unit] | None:
+        """A user's hook reduces ``source`` in this call; those that a bucket reduces have a class as their kind."""
+        return None if isinstance(source.bucket_kind, type) else self._units_of([source])
 
 
-_PHASES = {"wait_unshard": "all_gather_wait", "reshard": "reshard", "send_grads": "post_backward"}
+_PHASES = {
+    "unshard": "all_gather",
+    "wait_unshard": "all_gather_wait",
+    "reshard": "reshard",
+    "send_grads": "post_backward",
+}
 
 
-def _region(phase: str, unit: Unit) -> record_function:
-    return record_function(f"fairshard::{phase} ({unit.fqn or 'root'})")
-
-
-def _around(phase: str, unit: Unit) -> Callable[..., None]:
-    def around(method: Any, *args: Any, **kwargs: Any) -> None:
-        with _region(phase, unit):
-            method(*args, **kwargs)
-
-    return around
-
-
-def _pre_forward(method: Any, unit: Unit, *args: Any) -> Any:
-    with _region("pre_forward", unit):
-        return method(unit, *args)
-
-
-def _post_forward(method: Any, unit: Unit, *args: Any) -> Any:
-    with _region("post_forward", unit):
-        return method(unit, *args)
-
-
-def _reach(method: Any, probe: Probe) -> None:
-    with _region("pre_backward", probe.hooks.record.unit):
-        method(probe)
-
-
-def _end_backward(method: Any, *args: Any) -> None:
-    with record_function("fairshard::end_backward"):
-        method(*args)
+def _always(unit: Unit) -> Callable[..., list[Unit]]:
+    return lambda *_: [unit]

@@ -37,32 +37,42 @@ from fairshard.utils.user_line import level_of_user
 _CLIP = "_clip_grads_with_norm_"  # `clip_grad_norm_` calls it with the norm that it has found in the list
 _UNSCALE = "_unscale_grads_"
 _DECIDING = (_UNSCALE, "unscale_", "step", "_maybe_opt_step", "_check_inf_per_device")
-_is_installed = False
 _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
+@functools.cache  # once
 def watch_scaling() -> None:
     """From now on, check calls of torch's functions that clip or unscale gradients of flat shards."""
-    global _is_installed
-    if _is_installed:
-        return
-    _is_installed = True
-    clip, unscale = getattr(clip_grad, _CLIP, None), getattr(GradScaler, _UNSCALE, None)
-    if clip is not None:
-        setattr(clip_grad, _CLIP, _checked_clip(clip))  # not the public name: there the norm is the caller's own
-    if unscale is not None:
-        setattr(GradScaler, _UNSCALE, _compared_unscale(unscale))
+    for owner, name, checked in ((clip_grad, _CLIP, _checked_clip), (GradScaler, _UNSCALE, _compared_unscale)):
+        function = getattr(owner, name, None)
+        if function is not None:
+            setattr(owner, name, checked(function))
 
 
 def _checked_clip(clip: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(clip)
     def check_and_clip(parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None) -> None:
-        if not torch.compiler.is_compiling():
-            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            check_clip(parameters, max_norm)
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not torch.compiler.is_compiling() and not math.isinf(max_norm):  # then only the norm is wanted
+            _check_clip(parameters)
         clip(parameters, max_norm, total_norm, foreach)
 
     return check_and_clip
+
+
+def _check_clip(params: Iterable[Any]) -> None:
+    """Raise if ``params`` holds a cut flat shard: the norm of the whole may be above that of each part.
+
+    Raises:
+        LocalScalingError: on every rank whose list has such a shard; no gradient has changed.
+    """
+    if cut := _cut(params):
+        text = (
+            "Gradients must be clipped by their norm over all ranks, but torch.nn.utils.clip_grad_norm_ was given flat "
+            f"shards such as `{cut[0].name}`, and would clip those of each rank by the norm of that rank's part. Call "
+            "`model.clip_grad_norm_(max_norm)` of the outermost wrapper instead, on all ranks."
+        )
+        raise reported(LocalScalingError(text))
 
 
 def _compared_unscale(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
@@ -70,74 +80,44 @@ def _compared_unscale(unscale: Callable[..., dict[torch.device, Tensor]]) -> Cal
     def unscale_and_compare(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         check_gradients(optimizer)
         found = unscale(scaler, optimizer, *args, **kwargs)
-        if _decides_alone(type(scaler)):
-            check_overflow(optimizer, found)
+        # subclasses that look at other ranks replace a method
+        if all(getattr(type(scaler), name, None) is getattr(GradScaler, name, None) for name in _DECIDING):
+            _check_overflow(optimizer, found)
         return found
 
     return unscale_and_compare
 
 
-def check_clip(params: Iterable[Any], max_norm: float) -> None:
-    """Raise if ``params`` holds a cut flat shard, unless ``max_norm`` is infinite: then only the norm is wanted.
-
-    Also raises if the norms of all parts are below ``max_norm``: that of the whole may be above it.
-
-    Raises:
-        LocalScalingError: on every rank whose list has such a shard; no gradient has changed.
-    """
-    if math.isinf(max_norm):
-        return
-    _, names = _cut(params)
-    if names:
-        text = (
-            "Gradients must be clipped by their norm over all ranks, but torch.nn.utils.clip_grad_norm_ was given flat "
-            f"shards such as `{names[0]}`, and would clip those of each rank by the norm of that rank's part. Call "
-            "`model.clip_grad_norm_(max_norm)` of the outermost wrapper instead, on all ranks."
-        )
-        raise reported(LocalScalingError(text))
-
-
-def check_overflow(optimizer: Optimizer, found: dict[torch.device, Tensor]) -> None:
+def _check_overflow(optimizer: Optimizer, found: dict[torch.device, Tensor]) -> None:
     """Raise if only some ranks would skip the next step of ``optimizer``. **Collective** if it has cut shards.
 
     Raises:
         LocalScalingError: on all ranks, before any of them steps.
     """
-    comms, names = _cut(param for group in optimizer.param_groups for param in group["params"])
-    if not comms:
-        return
-    _warn_once(optimizer, names[0])
+    cut = _cut(param for group in optimizer.param_groups for param in group["params"])
+    if cut and optimizer not in _warned:
+        _warned.add(optimizer)
+        warnings.warn(
+            "torch's GradScaler looks for overflow only in the gradients of its own rank, but is used for flat shards "
+            f"such as `{cut[0].name}`: training raises as soon as one rank overflows and another does not. Use "
+            "`fairshard.optim.ShardedGradScaler`.",
+            stacklevel=level_of_user(),
+        )
+    comms = list(dict.fromkeys(stepped.comm for stepped in cut))
     every = _difference(comms, any(bool(value.item()) for value in found.values()))
     if every:
         found_on = ", ".join(f"rank {rank} has {'' if found else 'no '}overflow" for rank, found in every.items())
         raise LocalScalingError(
             "All ranks must skip a step or none, but torch's GradScaler looks only at the gradients of its own rank, "
-            f"and would step the parts of flat shards such as `{names[0]}` on some ranks alone: {found_on}. Use "
+            f"and would step the parts of flat shards such as `{cut[0].name}` on some ranks alone: {found_on}. Use "
             "`fairshard.optim.ShardedGradScaler`, which decides for all ranks."
         )
 
 
-def _warn_once(optimizer: Optimizer, name: str) -> None:
-    if optimizer not in _warned:
-        _warned.add(optimizer)
-        warnings.warn(
-            "torch's GradScaler looks for overflow only in the gradients of its own rank, but is used for flat shards "
-            f"such as `{name}`: training raises as soon as one rank overflows and another does not. Use "
-            "`fairshard.optim.ShardedGradScaler`.",
-            stacklevel=level_of_user(),
-        )
-
-
-def _cut(params: Iterable[Any]) -> tuple[list[Communicator], list[str]]:
-    """The groups among which flat shards in ``params`` are cut, and the shards' names."""
-    comms: dict[Communicator, None] = {}
-    names = []
-    for param in params:
-        stepped = None if isinstance(param, DTensor) else stepped_of(param)
-        if stepped is not None and stepped.comm is not None and stepped.comm.world_size > 1:
-            comms[stepped.comm] = None
-            names.append(stepped.name)
-    return list(comms), names
+def _cut(params: Iterable[Any]) -> list[Any]:
+    """The owners of the flat shards in ``params`` that are cut among ranks."""
+    found = (stepped_of(param) for param in params if not isinstance(param, DTensor))
+    return [one for one in found if one is not None and one.comm is not None and one.comm.world_size > 1]
 
 
 def _difference(comms: Iterable[Communicator], has_found: bool) -> dict[int, bool]:
@@ -153,8 +133,3 @@ def _difference(comms: Iterable[Communicator], has_found: bool) -> dict[int, boo
         if len(set(every)) > 1 and not found:
             found = dict(enumerate(every))
     return found
-
-
-def _decides_alone(scaler_class: type) -> bool:
-    """Whether the class decides as torch's own scaler does; subclasses that look at other ranks replace a method."""
-    return all(getattr(scaler_class, name, None) is getattr(GradScaler, name, None) for name in _DECIDING)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fairshard.checks.block_state import block_numel_of, check_blocks
+from fairshard.checks.block_state import adapt_blocks, has_block_state
 from fairshard.utils.keywords import check_keywords, keywords_of
 
 
@@ -86,23 +86,18 @@ def check_steps_together(optimizer_class: type, overlap: bool, state_dtype: torc
         )
 
 
-def check_quantised(template: Optimizer, stepped: Mapping[Any, Any], state_dtype: torch.dtype | None) -> None:
-    """Check a ``template`` that quantises its state in blocks, such as torchao's; see also `check_blocks`.
-
-    ``stepped`` maps shards to flat params or `OrigParam` objects.
+def check_quantised(template: Optimizer, state_dtype: torch.dtype | None) -> None:
+    """Check a ``template`` that quantises its state in blocks, such as torchao's; see also `adapt_blocks`.
 
     Raises:
         ValueError: ``state_dtype`` is set, but quantised state cannot be converted.
     """
-    if not block_numel_of(template):
-        return
-    if state_dtype is not None:
+    if has_block_state(template) and state_dtype is not None:
         raise ValueError(
             f"{type(template).__name__} keeps quantised state, which cannot be converted, but CPUOptimizer was given "
             f"`state_dtype={state_dtype}`. Leave that out."
         )
-    params = (param for group in template.param_groups for param in group["params"])
-    check_blocks(template, [stepped[param] for param in params if param in stepped])
+    adapt_blocks(template)
 
 
 def with_fused(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,12 +32,10 @@ from fairshard.optim.cpu_arguments import (
     check_steps_together,
     with_fused,
 )
-from fairshard.optim.cpu_worker import CPUWorker, cpu_threads, default_num_threads
+from fairshard.optim.cpu_worker import CPUWorker, GradStaging, cpu_threads, default_num_threads
 from fairshard.optim.early_steps import EarlySteps
 from fairshard.optim.grad_norm import clip_grad_norm_
-from fairshard.optim.grad_staging import GradStaging
-from fairshard.optim.local_parts import LocalParts
-from fairshard.optim.shard_step import Twin, is_moment
+from fairshard.optim.shard_step import LocalParts, Twin, is_moment
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.rule import GradHome
 from fairshard.setup.claim import claim
@@ -114,7 +112,7 @@ class CPUOptimizer(Optimizer):
         groups = list(model.parameters() if params is None else params)
         self._template = optimizer_class(groups, **with_fused(optimizer_class, optimizer_kwargs))
         super().__init__(self._template.param_groups, self._template.defaults)
-        check_quantised(self._template, self._flat_params, state_dtype)
+        check_quantised(self._template, state_dtype)
         self.state.update(self._template.state)  # some classes create state when built
         self._template.state.clear()
         self.clip_grad_norm = clip_grad_norm
@@ -235,20 +233,17 @@ class CPUOptimizer(Optimizer):
 
     # ---- for the scaler
 
-    def check_unstepped(self) -> None:
-        """Raise if `last_backward` has stepped shards: a scaler would unscale their gradients too late.
+    def gradients(self) -> list[Tensor]:
+        """All gradients to unscale, on parameters or held by units.
 
         Raises:
-            FairshardError: it has.
+            FairshardError: `last_backward` has stepped shards: a scaler would unscale their gradients too late.
         """
         if self._early is not None:
             raise FairshardError(
                 "Gradients must be unscaled before a step, but last_backward() has already stepped shards with scaled "
                 "ones. With a scaler, step after the backward: run it outside of last_backward()."
             )
-
-    def gradients(self) -> list[Tensor]:
-        """All gradients, on parameters or held by units."""
         grads = [self._grad_of(param) for group in self.param_groups for param in group["params"]]
         return [grad for grad in grads if grad is not None]
 

@@ -1,4 +1,4 @@
-"""A thread that steps shards in order of submission, beside the training thread."""
+"""A thread that steps shards in order of submission, and the host buffers in which it finds their gradients."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fairshard.errors import FairshardError
+from fairshard.params.rule import GradHome
 from fairshard.utils.host import visible_cpus
+from fairshard.utils.pinned import host_empty_like
+from fairshard.views.orig_param import Stepped
 
 _log = logging.getLogger("fairshard")
 
@@ -69,6 +73,37 @@ class CPUWorker:
         except BaseException:
             self._has_failed = True
             raise
+
+
+class GradStaging:
+    """Two alternating buffers: one gradient is copied while the previous one is stepped."""
+
+    def __init__(self, worker: CPUWorker) -> None:
+        self._worker = worker
+        self._buffers: list[Tensor | None] = [None, None]
+        self._turn = 0
+
+    def fetch(self, flat_param: Stepped | None, grad: Tensor) -> Callable[[], Tensor]:
+        """Start the copy of ``grad`` to host memory, if its unit holds it; returns a function that waits for the copy.
+
+        Each buffer is reused two gradients later, so this first waits until at most one job is left.
+        """
+        if flat_param is None or flat_param.grad.home is not GradHome.HELD:
+            return lambda: grad
+        self._worker.wait_until_left(1)
+        self._turn = 1 - self._turn
+        buffer = self._buffers[self._turn]
+        if buffer is None or buffer.numel() < grad.numel() or buffer.dtype != grad.dtype:
+            buffer = self._buffers[self._turn] = host_empty_like(grad.reshape(-1), grad.device)
+        host = buffer[: grad.numel()].view(grad.shape)
+        transfers = flat_param.grad.transfers
+        landed = transfers.copy(grad, host)
+
+        def wait() -> Tensor:
+            transfers.wait(landed, counts=False)
+            return host
+
+        return wait
 
 
 def default_num_threads(overlap: bool) -> int:

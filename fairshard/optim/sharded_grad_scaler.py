@@ -92,7 +92,6 @@ class ShardedGradScaler(GradScaler):
         check_scaler(optimizer)
         check_gradients(optimizer)
         if isinstance(optimizer, CPUOptimizer):
-            optimizer.check_unstepped()
             grads = optimizer.gradients()
         else:
             params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -19,11 +19,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -59,25 +59,21 @@ class BackingParam:
 class Shard:
     """One rank's weights and metadata; ``source`` is its file, or its index in a list, for messages.
 
-    ``rank`` is known for our own shards if there is more than one rank; None otherwise.
+    ``rank`` is known for our own shards if there is more than one rank; None otherwise. ``aliases`` maps the other
+    names of tied weights to their first ones.
     """
 
     source: str
     weights: dict[str, Tensor]
-    params: tuple[BackingParam, ...]
+    params: dict[str, BackingParam]
     buffers: tuple[str, ...]
     aliases: dict[str, str]
     rank: int | None
 
-    @cached_property
-    def by_key(self) -> dict[str, BackingParam]:
-        """The backing parameters by their keys."""
-        return {param.key: param for param in self.params}
-
     def values(self, key: str) -> Tensor:
         """The shard of a backing parameter without its padding; 1-D."""
         values = self.weights[key].reshape(-1)
-        return values[: values.numel() - self.by_key[key].padding]
+        return values[: values.numel() - self.params[key].padding]
 
 
 def consolidate(
@@ -95,19 +91,16 @@ def consolidate(
             f"Weights and metadata must be given for every rank, but there are weights of {len(shard_weights)} and "
             f"metadata of {len(shard_metadata)} ranks."
         )
+    both = enumerate(zip(shard_weights, shard_metadata, strict=True))
     shards = in_order_of_ranks(
         [
             parse(f"shard_weights[{rank}]", {"shard_weights": weights, "shard_metadata": metadata}, strict)
-            for rank, (weights, metadata) in enumerate(zip(shard_weights, shard_metadata, strict=True))
+            for rank, (weights, metadata) in both
         ]
     )
-    values = whole_values(shards, _allocate)
+    values = whole_values(shards, lambda like: {name: torch.empty_like(t, device="cpu") for name, t in like.items()})
     aliases = tied(shards, values)
     return {**values, **{name: values[first] for name, first in aliases.items()}}, buffers_of(shards)
-
-
-def _allocate(like: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.empty_like(value, device="cpu") for name, value in like.items()}
 
 
 def parse(source: str, found: Mapping[str, Any], strict: bool = True) -> Shard:
@@ -129,79 +122,66 @@ def parse(source: str, found: Mapping[str, Any], strict: bool = True) -> Shard:
 def _parse(source: str, weights: Mapping[str, Any], metadata: Mapping[str, Any], strict: bool) -> Shard:
     tensors = {_clean(name): value for name, value in weights.items() if isinstance(value, Tensor)}
     tensors.pop(LAYOUT_KEY, None)  # our own description, in shards of earlier versions
-    layout = layout_of(weights)
-    own = {} if layout is None else json.loads(layout)
-    params, aliases = [], {}
-    for unit in metadata["param_metadata"]:
-        prefix = _clean(unit["fsdp_path"])
-        found = [_parse_param(prefix, name, param) for name, param in unit["params"].items()]
-        params += [param for param in found if strict or param.key in tensors]
-    names = {name for param in params for name in param.names}
-    for unit in metadata["param_metadata"]:
-        prefix = _clean(unit["fsdp_path"])
-        for first, other in unit.get("shared_param_info", ()):
-            aliases.update(_parse_alias(_below(prefix, first), _below(prefix, other), names, strict))
-    for param in params:
-        if param.key not in tensors:
-            raise ValueError(f"its metadata describe `{param.key}`, which is missing from its weights")
-        if not 0 <= param.padding <= tensors[param.key].numel():
-            raise ValueError(f"`{param.key}` has {param.padding} elements of padding in {tensors[param.key].numel()}")
-    all_names = [name for param in params for name in param.names]
-    if len(set(all_names)) != len(all_names):
-        raise ValueError("two parameters in it have one name")
+    layout = json.loads(layout_of(weights) or "{}")
+    units = [(_clean(unit["fsdp_path"]), unit) for unit in metadata["param_metadata"]]
+    described = [_parse_param(path, name, param) for path, unit in units for name, param in unit["params"].items()]
+    params = {param.key: param for param in described if strict or param.key in tensors}
+    for key, param in params.items():
+        if key not in tensors:
+            raise ValueError(f"its metadata describe `{key}`, which is missing from its weights")
+        if not 0 <= param.padding <= tensors[key].numel():
+            raise ValueError(f"`{key}` has {param.padding} elements of padding in {tensors[key].numel()}")
+    names = {name for param in params.values() for name in param.names}
+    aliases: dict[str, str] = {}
+    for path, unit in units:
+        for pair in unit.get("shared_param_info", ()):
+            other, first = _parse_alias(_below(path, pair[0]), _below(path, pair[1]), names)
+            if first in names:
+                aliases[other] = first
+            elif strict:
+                raise ValueError(f"`{other}` is tied to `{first}`, which is not one of its parameters")
     # a non-persistent buffer has a name here but no value
     buffers = tuple(name for name in map(_clean, metadata["buffer_names"]) if name in tensors)
-    rank = own["rank"] if own.get("world size", 1) > 1 else None
-    return Shard(source, tensors, tuple(params), buffers, aliases, rank)
+    return Shard(source, tensors, params, buffers, aliases, layout["rank"] if layout.get("world size", 1) > 1 else None)
 
 
-def _parse_param(prefix: str, name: str, param: Mapping[str, Any]) -> BackingParam:
-    names = tuple(_below(prefix, name) for name in param["names"])
+def _parse_param(path: str, name: str, param: Mapping[str, Any]) -> BackingParam:
     shapes = tuple(tuple(map(int, shape)) for shape in param["shapes"])
-    if any(size < 0 for shape in shapes for size in shape):
-        raise ValueError(f"a shape of `{_below(prefix, name)}` is negative")
-    found = BackingParam(_below(prefix, name), names, shapes, int(param["padding"]))
-    if len(names) != len(shapes) or found.numels != list(map(int, param["numels"])):
+    names = tuple(_below(path, own) for own in param["names"])
+    found = BackingParam(_below(path, name), names, shapes, int(param["padding"]))
+    is_negative = any(size < 0 for shape in shapes for size in shape)
+    if is_negative or len(names) != len(shapes) or found.numels != list(map(int, param["numels"])):
         raise ValueError(f"the names, shapes and sizes of `{found.key}` do not fit together")
     return found
 
 
-def _parse_alias(first: str, other: str, names: set[str], strict: bool) -> dict[str, str]:
-    """{other name of a tied weight: first name}.
+def _parse_alias(first: str, other: str, names: Collection[str]) -> tuple[str, str]:
+    """The other and the first name of a tied weight.
 
-    fairscale writes the two names in this order, but with their last words swapped: ``emb.kernel`` and ``head.weight``
-    for ``emb.weight`` and ``head.kernel``. The swap matters only if the last words differ.
+    fairscale writes the first name before the other, but with their last words swapped: ``emb.kernel`` and
+    ``head.weight`` for ``emb.weight`` and ``head.kernel``. The swap matters only if the last words differ.
     """
     first_owner, _, other_word = first.rpartition(".")
     other_owner, _, first_word = other.rpartition(".")
     right = _below(first_owner, first_word)
-    if right in names:
-        return {_below(other_owner, other_word): right}
-    if first not in names and not strict:
-        return {}
-    if first not in names:
-        raise ValueError(f"`{other}` is tied to `{first}`, which is not one of its parameters")
-    return {other: first}
+    return (_below(other_owner, other_word), right) if right in names else (other, first)
 
 
 def in_order_of_ranks(shards: Sequence[Shard]) -> list[Shard]:
-    """The shards sorted by rank, if their ranks or paddings are known and distinct; otherwise in the given order.
+    """The shards sorted by rank, if their ranks are known; otherwise in the given order.
 
     Raises:
         CheckpointError: they are from several models, one is repeated, or numbers in file names contradict the order.
     """
-    common = _check_one_model(shards)
-    if len({os.path.realpath(shard.source) for shard in shards}) < len(shards):
-        raise CheckpointError(f"Each shard must be given once, but {_repeated(shards)} is given twice.")
+    _check_one_model(shards)
+    paths = [os.path.realpath(shard.source) for shard in shards]
+    repeated = next((shard.source for shard, path in zip(shards, paths, strict=True) if paths.count(path) > 1), None)
     ranks = [shard.rank for shard in shards if shard.rank is not None]
+    if repeated or len(set(ranks)) < len(ranks):
+        what = f"{repeated} is given twice" if repeated else f"the given shards are of ranks {ranks}"
+        raise CheckpointError(f"Each shard must be given once, but {what}.")
     if len(ranks) == len(shards):
-        if len(set(ranks)) < len(ranks):
-            raise CheckpointError(f"Each shard must be given once, but the given shards are of ranks {ranks}.")
-        return [shard for _, shard in sorted(zip(ranks, shards, strict=True), key=lambda pair: pair[0])]
-    # the padding of a parameter never shrinks from one rank to the next
-    paddings = {shard: tuple(shard.by_key[key].padding for key in common) for shard in shards}
-    if len(set(paddings.values())) == len(shards):
-        return sorted(shards, key=paddings.__getitem__)
+        return [shard for _, shard in sorted(zip(ranks, shards, strict=True), key=itemgetter(0))]
     for one, other in pairwise(shards):
         if _numbers_fall(one.source, other.source):
             raise CheckpointError(
@@ -211,38 +191,29 @@ def in_order_of_ranks(shards: Sequence[Shard]) -> list[Shard]:
     return list(shards)
 
 
-def _check_one_model(shards: Sequence[Shard]) -> list[str]:
-    """The keys of the parameters that all ``shards`` have; checks that parameters of several shards are the same.
+def _check_one_model(shards: Sequence[Shard]) -> None:
+    """Check that parameters and ties that several ``shards`` have are the same.
 
     Raises:
-        CheckpointError: one differs, two have one name, or there are no common ones.
+        CheckpointError: one differs, two have one name, or a shard has none of the first one's.
     """
-    known: dict[str, BackingParam] = {}
-    common = list(shards[0].by_key)
+    known: dict[str, Any] = {}
     for shard in shards:
-        common = [key for key in common if key in shard.by_key]
-        is_same = all(known.setdefault(key, param) == param for key, param in shard.by_key.items())
-        names = [name for param in known.values() for name in param.names]
-        same_ties = all(shards[0].aliases.get(name, first) == first for name, first in shard.aliases.items())
-        if not (is_same and same_ties) or len(set(names)) < len(names) or (shards[0].params and not common):
+        own = {**shard.params, **{f"tie {name}": first for name, first in shard.aliases.items()}}
+        is_same = all(known.setdefault(key, one) == one for key, one in own.items())
+        names = [name for param in known.values() if isinstance(param, BackingParam) for name in param.names]
+        is_foreign = bool(shards[0].params) and shards[0].params.keys().isdisjoint(shard.params)
+        if not is_same or is_foreign or len(set(names)) < len(names):
             raise CheckpointError(
                 f"Shards must be of one model, but {shard.source} describes other parameters than {shards[0].source}."
             )
-    return common
 
 
 def _numbers_fall(one: str, other: str) -> bool:
     """Whether two paths differ only in one number, which is smaller in ``other``."""
     ones, others = re.split(r"(\d+)", one), re.split(r"(\d+)", other)
-    if len(ones) != len(others):
-        return False
-    differ = [i for i, pair in enumerate(zip(ones, others, strict=True)) if pair[0] != pair[1]]
+    differ = [i for i, pair in enumerate(zip_longest(ones, others)) if pair[0] != pair[1]]
     return len(differ) == 1 and differ[0] % 2 == 1 and int(ones[differ[0]]) > int(others[differ[0]])
-
-
-def _repeated(shards: Sequence[Shard]) -> str:
-    paths = [os.path.realpath(shard.source) for shard in shards]
-    return next(shard.source for shard, path in zip(shards, paths, strict=True) if paths.count(path) > 1)
 
 
 def whole_values(shards: Sequence[Shard], allocate: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Any:
@@ -251,20 +222,22 @@ def whole_values(shards: Sequence[Shard], allocate: Callable[[dict[str, Tensor]]
     Raises:
         CheckpointError: the shards are not those of all ranks, in order.
     """
-    params = {key: param for shard in reversed(shards) for key, param in shard.by_key.items()}
-    holders = {key: [shard for shard in shards if key in shard.by_key] for shard in shards for key in shard.by_key}
+    params = {key: param for shard in reversed(shards) for key, param in shard.params.items()}
     buffers = {name: shard.weights[name] for shard in reversed(shards) for name in shard.buffers}
-    like = {
-        name: torch.empty(shape, dtype=own[0].weights[key].dtype, device="meta")
-        for key, own in holders.items()
-        for name, shape in zip(params[key].names, params[key].shapes, strict=True)
-    }
-    like |= {name: buffers[name] for name in buffers_of(shards)}
-    copies = {key: _copies(key, own) for key, own in holders.items()}  # before memory is taken for what shapes claim
-    values = allocate(like)
+    like: dict[str, Tensor] = {}
+    copies = {}  # checked before memory is taken for what shapes claim
+    for key, param in params.items():
+        copies[key] = _copies(key, [shard for shard in shards if key in shard.params])
+        dtype = copies[key][0][0].weights[key].dtype
+        like |= {
+            name: torch.empty(shape, dtype=dtype, device="meta")
+            for name, shape in zip(param.names, param.shapes, strict=True)
+        }
+    values = allocate(like | {name: buffers[name] for name in buffers_of(shards)})
     for key, (first, *others) in copies.items():
-        for other in others:
-            _check_agree(key, first, other)
+        for one, same in ((one, same) for other in others for one, same in zip(first, other, strict=True)):
+            if not torch.equal(one.values(key), same.values(key)):
+                raise _several_copies(key, (one, same), f"{same.source} has other values than {one.source}")
         targets = [values[name].view(-1) for name in params[key].names]
         for piece in FlatLayout(params[key].numels, len(first)).pieces:
             source = first[piece.row].values(key)
@@ -285,7 +258,7 @@ def _copies(key: str, holders: Sequence[Shard]) -> list[Sequence[Shard]]:
     Raises:
         CheckpointError: there are no such groups.
     """
-    whole = sum(holders[0].by_key[key].numels)
+    whole = sum(holders[0].params[key].numels)
     held = sum(shard.values(key).numel() for shard in holders)
     num_copies = max(held // whole, 1) if whole and held % whole == 0 else 1
     if len(holders) % num_copies:
@@ -297,15 +270,8 @@ def _copies(key: str, holders: Sequence[Shard]) -> list[Sequence[Shard]]:
     return copies
 
 
-def _check_agree(key: str, first: Sequence[Shard], other: Sequence[Shard]) -> None:
-    """Check that two groups of shards hold the same values of a parameter."""
-    for one, same in zip(first, other, strict=True):
-        if not torch.equal(one.values(key), same.values(key)):
-            raise _several_copies(key, (one, same), f"{same.source} has other values than {one.source}")
-
-
 def _several_copies(key: str, shards: Sequence[Shard], problem: str) -> CheckpointError:
-    is_whole = all(shard.values(key).numel() == sum(shard.by_key[key].numels) for shard in shards)
+    is_whole = all(shard.values(key).numel() == sum(shard.params[key].numels) for shard in shards)
     what = "whole in every shard" if is_whole else "held more than once"
     return CheckpointError(
         f"`{key}` is {what}, and must be equal in all, but {problem}. Parameters that differ on each rank or group of "
@@ -316,7 +282,7 @@ def _several_copies(key: str, shards: Sequence[Shard], problem: str) -> Checkpoi
 
 def _check_shards(key: str, shards: Sequence[Shard]) -> None:
     """Check that ``shards``, in this order, hold a parameter cut over as many ranks."""
-    layout = FlatLayout(shards[0].by_key[key].numels, len(shards))
+    layout = FlatLayout(shards[0].params[key].numels, len(shards))
     numels = [shard.values(key).numel() for shard in shards]
     if sum(numels) != layout.numel:
         what = "at least one is missing" if sum(numels) < layout.numel else "there are too many"
@@ -345,8 +311,8 @@ def tied(shards: Sequence[Shard], values: Mapping[str, Tensor]) -> dict[str, str
     aliases: dict[str, str] = {}
     for shard in shards:
         aliases.update(shard.aliases)
-        described = {*shard.by_key, *values, *aliases}
-        singles = [param for param in shard.params if len(param.names) == 1]
+        described = {*shard.params, *values, *aliases}
+        singles = [param for param in shard.params.values() if len(param.names) == 1]
         first_name = {_memory(shard.weights[param.key]): param.names[0] for param in singles}
         for name in shard.weights.keys() - described:
             if (first := first_name.get(_memory(shard.weights[name]))) is None:

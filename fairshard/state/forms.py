@@ -29,6 +29,9 @@ def set_state_dict_type(
 ) -> StateDictSettings:
     """Set the form of the state dicts of all units in ``module`` and of their optimizers; returns the previous form.
 
+    FULL_STATE_DICT gives whole values, SHARDED_STATE_DICT values that ``torch.distributed.checkpoint`` saves and
+    loads, LOCAL_STATE_DICT this rank's shards. torch's enum and configs are accepted.
+
     Raises:
         RuntimeError: a config does not belong to the form.
         AssertionError: the units had different forms.
@@ -58,7 +61,7 @@ def state_dict_type(
 
 
 def common_settings(module: nn.Module) -> StateDictSettings:
-    """The settings of all units below ``module``; the defaults if there are no units.
+    """The form and configs of all units below ``module``; the defaults if there are no units.
 
     Raises:
         StateDictTypesDifferError: the units' settings differ.

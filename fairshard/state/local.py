@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fairshard.engine.tree import unit_of, units_below, walk
+from fairshard.engine.tree import is_wrapper, unit_of, units_below, walk
 from fairshard.engine.unit import Unit
-from fairshard.params.flat_param import FlatParam
 from fairshard.utils.names import clean_tensor_name, join
 from fairshard.utils.placed_layout import RaggedLayout
 
@@ -115,15 +114,31 @@ def local_metadata(module: nn.Module) -> dict[str, Any]:
     Raises:
         ValueError: a parameter is placed by blocks.
     """
-    units = [(fqn, unit, part) for fqn, part in walk(module) if (unit := unit_of(part)) is not None]
-    described = [_describe_as_fairscale(clean_tensor_name(fqn), unit, part) for fqn, unit, part in units]
-    described[0]["shared_param_info"] += _shared_beside(module, units)
+    units = [(fqn, unit) for fqn, part in walk(module) if (unit := unit_of(part)) is not None]
+    described = [_describe_as_fairscale(clean_tensor_name(fqn), unit) for fqn, unit in units]
     for name, param in _ignored(module).items():
         described[0]["params"][clean_tensor_name(name)] = _metadata([clean_tensor_name(name)], [param.shape], padding=0)
+    paths: dict[int, list[str]] = {}
+    for path, part in _paths(module):
+        paths.setdefault(id(part), []).append(path)
+    for fqn, unit in units:
+        for slot in (slot for flat_param in unit.flat_params for slot in flat_param.slots):
+            own = _below(fqn, unit, slot.fqn)
+            names = (join(path, name) for part, name in slot.owners for path in paths.get(id(part), ()))
+            others = dict.fromkeys(map(clean_tensor_name, names)).keys() - {own}
+            described[0]["shared_param_info"] += [_swapped(own, other) for other in sorted(others)]
     return {
         "param_metadata": described,
         "buffer_names": [clean_tensor_name(name) for name, _ in module.named_buffers()],
     }
+
+
+def _paths(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Like `walk`, but a module that has several names is there under each."""
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _paths(child, path if name == "module" and is_wrapper(module) else join(path, name))
 
 
 def _mismatch(problems: list[str]) -> RuntimeError:
@@ -133,27 +148,28 @@ def _mismatch(problems: list[str]) -> RuntimeError:
     )
 
 
+def _below(fqn: str, unit: Unit, name: str) -> str:
+    """``name``, which begins with that of ``unit`` in the model, for a unit that is called ``fqn``."""
+    return clean_tensor_name(join(fqn, name.removeprefix(f"{unit.fqn}.") if unit.fqn else name))
+
+
 def _describe(module: nn.Module) -> dict[str, Any]:
-    """Rank, world size, and the parameters behind each shard, by their names below ``module``."""
+    """Rank, world size, and the parameters behind each shard, by their names below ``module``.
+
+    Parameters that are placed by blocks or owners have their places; others follow each other.
+    """
     described: dict[str, Any] = {}
     for fqn, unit in units_below(module):
         described.setdefault("rank", unit.group.rank)
         described.setdefault("world size", unit.group.world_size)
         for flat_param in unit.flat_params:
-            own = f"{unit.fqn}." if unit.fqn else ""
-            described[f"`{clean_tensor_name(join(fqn, flat_param.name.removeprefix(own)))}`"] = [
-                f"`{clean_tensor_name(join(fqn, slot.fqn.removeprefix(own)))}` {tuple(slot.shape)}{place}"
-                for slot, place in zip(flat_param.slots, _places(flat_param), strict=True)
+            layout = flat_param.line.layout
+            described[f"`{_below(fqn, unit, flat_param.name)}`"] = [
+                f"`{_below(fqn, unit, slot.fqn)}` {tuple(slot.shape)}"
+                f"{f' {layout.describe(index)}' if isinstance(layout, RaggedLayout) else ''}"
+                for index, slot in enumerate(flat_param.slots)
             ]
     return described
-
-
-def _places(flat_param: FlatParam) -> list[str]:
-    """Where parameters that are placed by blocks or owners lie; empty for others, which follow each other."""
-    layout = flat_param.line.layout
-    if not isinstance(layout, RaggedLayout):
-        return [""] * len(flat_param.slots)
-    return [f" {layout.describe(index)}" for index in range(len(flat_param.slots))]
 
 
 def _differences(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
@@ -182,10 +198,10 @@ def _local_entries(module: nn.Module) -> dict[str, Tensor]:
     entries: dict[str, Tensor] = OrderedDict()
     for fqn, unit in units_below(module):
         for flat_param in unit.flat_params:
-            name = flat_param.name.removeprefix(f"{unit.fqn}.") if unit.fqn else flat_param.name
             flat_param.adopt_assigned()
             is_whole = flat_param.shows.keeps_shapes and not unit.config.flatten_parameters
-            entries[join(fqn, name)] = flat_param.shows.registered[0] if is_whole else flat_param.shard
+            own = flat_param.shows.registered[0] if is_whole else flat_param.shard
+            entries[_below(fqn, unit, flat_param.name)] = own
     for fqn, part in walk(module):
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:
@@ -209,17 +225,8 @@ def _metadata(names: list[str], shapes: list[torch.Size], padding: int) -> dict[
     return {"names": names, "shapes": shapes, "numels": [shape.numel() for shape in shapes], "padding": padding}
 
 
-def _describe_as_fairscale(path: str, unit: Unit, wrapper: nn.Module) -> dict[str, Any]:
-    def own(name: str) -> str:
-        return clean_tensor_name(name.removeprefix(f"{unit.fqn}.") if unit.fqn else name)
-
+def _describe_as_fairscale(path: str, unit: Unit) -> dict[str, Any]:
     params: dict[str, Any] = {}
-    shared: list[tuple[str, str]] = []
-    wrapped = wrapper._modules["module"]
-    assert wrapped is not None
-    paths: dict[int, list[str]] = {}
-    for name, part in wrapped.named_modules(remove_duplicate=False):
-        paths.setdefault(id(part), []).append(name)
     for flat_param in unit.flat_params:
         if isinstance(flat_param.line.layout, RaggedLayout):
             raise ValueError(
@@ -227,33 +234,15 @@ def _describe_as_fairscale(path: str, unit: Unit, wrapper: nn.Module) -> dict[st
                 f"`{flat_param.slots[0].fqn}` is placed by blocks, or on one rank. Save a full state dict, or a "
                 "checkpoint."
             )
-        names = [own(slot.fqn) for slot in flat_param.slots]
+        names = [_below("", unit, slot.fqn) for slot in flat_param.slots]
         padding = flat_param.shard_numel - flat_param.line.layout.filled(flat_param.line.rank)
-        params[own(flat_param.name)] = _metadata(names, [slot.shape for slot in flat_param.slots], padding)
-        for slot in flat_param.slots:
-            places = [(place, name) for part, name in slot.owners for place in paths.get(id(part), [])]
-            aliases = dict.fromkeys(clean_tensor_name(join(place, name)) for place, name in places)
-            shared += [_swapped(own(slot.fqn), name) for name in aliases if name != own(slot.fqn)]
+        params[_below("", unit, flat_param.name)] = _metadata(names, [slot.shape for slot in flat_param.slots], padding)
     return {
         "fsdp_path": path,
         "params": params,
         "no_broadcast_optim_state": unit.config.no_broadcast_optim_state,
-        "shared_param_info": shared,
+        "shared_param_info": [],
     }
-
-
-def _shared_beside(module: nn.Module, units: list[tuple[str, Unit, nn.Module]]) -> list[tuple[str, str]]:
-    """Pairs of names, below ``module``, of a unit's parameters that modules outside it share."""
-    fqns = {id(part): fqn for fqn, part in walk(module)}
-    shared = []
-    for fqn, unit, wrapper in units:
-        inside = {id(part) for part in wrapper.modules()}
-        for slot in (slot for flat_param in unit.flat_params for slot in flat_param.slots):
-            own = join(fqn, slot.fqn.removeprefix(f"{unit.fqn}.") if unit.fqn else slot.fqn)
-            outside = [pair for pair in slot.owners if id(pair[0]) in fqns.keys() - inside]
-            names = [clean_tensor_name(join(fqns[id(part)], name)) for part, name in outside]
-            shared += [_swapped(clean_tensor_name(own), name) for name in names]
-    return shared
 
 
 def _swapped(first: str, other: str) -> tuple[str, str]:

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fairshard.checks.agreement import raise_together
-from fairshard.engine.tree import is_wrapper, modules_of, paths_of, walk
+from fairshard.engine.tree import modules_of, paths_of, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, MixedGroupsError, TrainingStateError
 from fairshard.settings.state_dicts import FullStateDictConfig, StateDictConfig, StateDictType
 from fairshard.state.assigned_values import own_tensors_kept
-from fairshard.state.foreign_names import check_names, check_whole
 from fairshard.state.full_params import Showing, show, show_spans
 from fairshard.state.shown import is_shown, shown_on_first
 from fairshard.utils.messages import broadcast_object
@@ -265,7 +265,7 @@ def load_module_state_dict(
     load: Callable[[Any], _IncompatibleKeys],
     strict: bool,
 ) -> _IncompatibleKeys:
-    """Call ``load(state)``, or if ``strict``, refuse names of something else.
+    """Call ``load(state)``, or if ``strict``, refuse DTensors where whole values are set.
 
     **Collective.** Errors show unwrapped names, and are raised on all ranks; then all `loadings` are abandoned.
     """
@@ -297,16 +297,19 @@ def load_module_state_dict(
 
 
 def _refusal(wrapper: nn.Module, unit: Unit, state: Mapping[str, Any]) -> Exception | None:
-    """The error for a ``state`` that cannot be that of the wrapped module."""
-    wrapped: Any = wrapper
-    while is_wrapper(wrapped):
-        wrapped = wrapped._modules["module"]
-    try:
-        check_names(wrapped, {clean_tensor_name(str(key)): value for key, value in state.items()}, is_flat=True)
-        if unit.state_dict_settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-            check_whole(wrapper, state)
-    except RuntimeError as error:
-        return error
+    """The error for a ``state`` with DTensors where whole values are set, but for those of ignored modules."""
+    if unit.state_dict_settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+        return None
+    params = ((join(fqn, name), param) for fqn, part in walk(wrapper) for name, param in part._parameters.items())
+    own = {clean_tensor_name(name) for name, param in params if isinstance(param, DTensor)}
+    for key, value in state.items():
+        if isinstance(value, DTensor) and clean_tensor_name(str(key)) not in own:
+            return RuntimeError(
+                f"A state dict must hold whole values while FULL_STATE_DICT is set, but `{key}` is a DTensor, as in "
+                "state dicts of fully_shard. Save whole values there, with `torch.distributed.checkpoint.state_dict."
+                "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))`; or set "
+                "SHARDED_STATE_DICT here."
+            )
     return None
 
 
@@ -321,10 +324,15 @@ def _with_metadata(wrapper: nn.Module, state: Mapping[str, Any]) -> Any:
     return copied
 
 
-def _cleaned(text: str, loadings: Iterable[Loading]) -> str:
-    for loading in reversed(list(loadings)):
-        text = loading.clean(text)
-    return re.sub(r"(?<!\w)(_orig_mod|_checkpoint_wrapped_module)\.", "", text)
+def _cleaned(text: str, loadings: Sequence[Loading]) -> str:
+    """torch's error with the names of the wrapped module; `Loading.end` has cleaned its lists of keys before."""
+    lines = text.split("\n")
+    for place, line in enumerate(lines):
+        if "key(s) in state_dict: " not in line:
+            for loading in reversed(loadings):
+                line = loading.clean(line)
+        lines[place] = re.sub(r"(?<!\w)(_orig_mod|_checkpoint_wrapped_module)\.", "", line)
+    return "\n".join(lines)
 
 
 def _module_paths(module: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:

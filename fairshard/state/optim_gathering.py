@@ -1,13 +1,17 @@
-"""Optimizer state under original names: whole, or as spans of this rank."""
+"""Optimizer state under original names: whole, or as spans of this rank.
+
+State is a table of values by parameter and key. A value is a *run*, with one number for each element of a shard; or one
+value for all of the shard's parameters, such as a count of steps.
+"""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -15,13 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from fairshard.checks.agreement import raise_together
 from fairshard.state.full_params import gather_params, spans_of
-from fairshard.state.mixed_state import keys_of
-from fairshard.state.optim_params import NamedParam, OptimParams
+from fairshard.state.optim_params import OptimParams, keys_of
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.dtensors import memory_of
 from fairshard.utils.user_line import level_of_user
-
-States = dict[nn.Parameter, dict[str, Any]]
+from fairshard.views.orig_param import Stepped
 
 
 class GatheredOptimState:
@@ -32,17 +34,11 @@ class GatheredOptimState:
 
     def __init__(self, params: OptimParams, optim: Optimizer, saved: Mapping[str, Any] | None = None) -> None:
         self.params = params
-        saved = optim.state_dict() if saved is None else saved
-        self._saved = saved
-        self._keys = self._keys_of(optim)
-        self._states: States = {}
-        self._others: dict[Any, Any] = {}
-        by_key = {key: param for param, key in self._keys.items()}
-        for key, value in saved["state"].items():
-            if key in by_key:
-                self._states[by_key[key]] = value
-            else:
-                self._others[key] = value
+        self._saved = saved = optim.state_dict() if saved is None else saved
+        self._named = {key: params.of(param) for key, param in self._params_by_key(optim).items()}
+        by_param = {named.param: saved["state"][key] for key, named in self._named.items() if key in saved["state"]}
+        self._states = [(named, by_param[named.param]) for named in params if named.param in by_param]
+        self._others = {key: value for key, value in saved["state"].items() if key not in self._named}
         if self._others:
             warnings.warn(
                 f"Optimizer state {list(self._others)} belongs to no parameter of the model: it is copied unchanged.",
@@ -58,33 +54,22 @@ class GatheredOptimState:
         """
         comms = self.params.comms
         problems = [problem_among(comm.gather_objects(self.described(comm))) for comm in comms]
-        raise_together(comms if len(comms) > 1 else [], next((error for error in problems if error), None))
+        raise_together(comms if len(comms) > 1 else [], next(filter(None, problems), None))
         return self
 
     def described(self, comm: Communicator) -> dict[str, str]:
-        """Description of the state sharded over ``comm``, and of the groups of its parameters.
+        """Description of the state sharded over ``comm``, and of the groups of its parameters, such as learning rates.
 
         It must be equal on the ranks of ``comm`` (see `problem_among`).
         """
-        described = self._described_groups(comm)
-        for named in self.params:
-            if named.flat_param is not None and named.flat_param.comm is comm:
-                for name, value in self._states.get(named.param, {}).items():
-                    key = f"`{name}` of {', '.join(f'`{first}`' for first in named.first_names)}"
-                    described[key] = _describe(value, named.param)
-        return described
-
-    def _described_groups(self, comm: Communicator) -> dict[str, str]:
-        """The settings of the groups with parameters sharded over ``comm``, such as learning rates."""
         described: dict[str, str] = {}
-        by_key = {key: self.params.of(param) for param, key in self._keys.items()}
         for group in self._saved.get("param_groups", ()):
-            members = [by_key[key] for key in group["params"]]
-            own = [named for named in members if named.flat_param is not None and named.flat_param.comm is comm]
-            for name, value in group.items() if own else ():
-                text = _setting(value)
-                if name not in ("params", "param_names") and text is not None:
-                    described[f"`{name}` of the group of `{own[0].first_names[0]}`"] = text
+            own = [named for named in map(self._named.__getitem__, group["params"]) if named.is_over(comm)]
+            for name, text in _settings(group).items() if own else ():
+                described[f"`{name}` of the group of `{own[0].first_names[0]}`"] = text
+        for named, state in self._states:
+            for name, value in state.items() if named.is_over(comm) else ():
+                described[f"`{name}` of {named.words}"] = _describe(value, named.param)
         return described
 
     def settings(self, num_ranks: int) -> dict[str, str]:
@@ -95,25 +80,18 @@ class GatheredOptimState:
         cut = (named.flat_param for named in self.params)
         if not any(one is not None and one.comms.num_ranks < num_ranks for one in cut):
             return {}
-        found: dict[str, str] = {}
-        for place, group in enumerate(self._saved.get("param_groups", ())):
-            texts = ((name, _setting(group[name])) for name in group.keys() - {"params", "param_names"})
-            found.update({f"`{name}` of param group {place}": text for name, text in texts if text})
-        return found
+        groups = enumerate(self._saved.get("param_groups", ()))
+        return {f"`{name}` of param group {n}": text for n, group in groups for name, text in _settings(group).items()}
 
     def full(self, rank0_only: bool, offload_to_cpu: bool) -> dict[str, Any]:
         """State with whole values; with ``rank0_only`` an empty dict on the other ranks. **Collective.**"""
-        state: dict[str, Any] = {}
-        for named in self.params:
-            own = self._states.get(named.param)
-            if own is None:
-                continue
-            columns = {name: self._gather(named, value, rank0_only, offload_to_cpu) for name, value in own.items()}
-            for index, (name, shape) in enumerate(zip(named.first_names, named.shapes, strict=True)):
-                keys = keys_of(shape, own)
-                state[name] = {key: values[index] for key, values in columns.items() if values and key in keys}
+
+        def whole(flat_param: Stepped, run: Any) -> list[Any]:
+            return gather_params(flat_param, run, rank0_only, offload_to_cpu)
+
+        made = self._by_name(whole, lambda value: _copied(value, offload_to_cpu))
         is_left_out = rank0_only and any(root.units[0].group.rank != 0 for root in self.params.roots)
-        return {} if is_left_out else self._with_groups(state)
+        return {} if is_left_out else made
 
     def sharded(self, offload_to_cpu: bool, copies: bool = True) -> dict[str, Any]:
         """State with this rank's parts of the values; without ``copies``, views of the state. No communication.
@@ -121,51 +99,44 @@ class GatheredOptimState:
         Raises:
             ValueError: a value of this rank is quantised in blocks.
         """
+
+        def owned(value: Any) -> Any:
+            return _copied(value, offload_to_cpu) if copies else value
+
+        for named, state in self._states:
+            for name in (name for name, value in state.items() if _is_quantised(value, named.param)):
+                raise _not_by_name(f"`{name}` of `{named.first_names[0]}` {_QUANTISED}")
+        return self._by_name(lambda flat_param, run: list(spans_of(flat_param, owned(run))), owned)
+
+    def _by_name(self, split: Callable[[Stepped, Any], list[Any]], owned: Callable[[Any], Any]) -> dict[str, Any]:
+        """The table by name: runs as ``split`` returns them for each parameter, if it returns any; others ``owned``."""
         state: dict[str, Any] = {}
-        for named in self.params:
-            own = self._states.get(named.param)
-            if own is None:
-                continue
-            for name, value in own.items():
-                if _is_quantised(value, named.param):
-                    raise _not_by_name(f"`{name}` of `{named.first_names[0]}` {_QUANTISED}")
-            if copies:
-                own = {name: _copied(value, offload_to_cpu) for name, value in own.items()}
-            columns = {name: _own_runs(named, value) for name, value in own.items()}
+        for named, own in self._states:
+            cut = named.flat_param
+            columns = {
+                key: [owned(value) for _ in named.names] if cut is None or not _is_run(value) else split(cut, value)
+                for key, value in own.items()
+            }
             for index, (name, shape) in enumerate(zip(named.first_names, named.shapes, strict=True)):
                 keys = keys_of(shape, own)
-                state[name] = {key: values[index] for key, values in columns.items() if key in keys}
-        return self._with_groups(state)
+                state[name] = {key: values[index] for key, values in columns.items() if values and key in keys}
+        in_order = {name: state[name] for name in self.params.in_order(state)}
+        made: dict[str, Any] = {"state": {**in_order, **copy.deepcopy(self._others)}}
+        if "param_groups" in self._saved:
+            made["param_groups"] = list(map(self._group, self._saved["param_groups"]))
+        return made
 
-    def _gather(self, named: NamedParam, value: Any, rank0_only: bool, offload_to_cpu: bool) -> list[Any]:
-        """``value`` for each original parameter; empty if only rank 0 gets it."""
-        flat_param = named.flat_param
-        if flat_param is None or not _is_run(value):
-            return [_copied(value, offload_to_cpu) for _ in named.names]
-        return gather_params(flat_param, value, rank0_only, offload_to_cpu)
+    def _group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        names = self.params.in_order(name for key in group["params"] for name in self._named[key].first_names)
+        kept = {key: value for key, value in group.items() if key not in _NAMES}
+        return {**copy.deepcopy(kept), "params": names}
 
-    def _with_groups(self, state: dict[str, Any]) -> dict[str, Any]:
-        names = self.params.in_order(state)
-        gathered: dict[str, Any] = {"state": {name: state[name] for name in names}}
-        gathered["state"].update(copy.deepcopy(self._others))
-        if "param_groups" not in self._saved:
-            return gathered
-        by_key = {key: self.params.of(param) for param, key in self._keys.items()}
-        groups = []
-        for group in self._saved["param_groups"]:
-            names = self.params.in_order(name for key in group["params"] for name in by_key[key].first_names)
-            kept = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
-            groups.append({**kept, "params": names})
-        return {**gathered, "param_groups": groups}
-
-    def _keys_of(self, optim: Optimizer) -> dict[nn.Parameter, Any]:
-        """Key of each parameter in the saved state: its number, or its name (torchrec's optimizers)."""
+    def _params_by_key(self, optim: Optimizer) -> dict[Any, Any]:
+        """The parameters by their keys in the saved state: numbers, or names (torchrec's optimizers)."""
         params = [param for group in optim.param_groups for param in group["params"]]
-        for param in params:
-            self.params.of(param)
         saved = [key for group in self._saved.get("param_groups", []) for key in group["params"]]
         if not any(isinstance(key, str) for key in saved or self._saved["state"]):
-            return {param: index for index, param in enumerate(params)}
+            return dict(enumerate(params))
         names = {param: name for name, param in self.params.model.named_parameters()}
         unknown = [key for key in saved if key not in names.values()]
         if unknown:
@@ -173,7 +144,7 @@ class GatheredOptimState:
                 f"The names in an optimizer's param groups must be among `model.named_parameters()`, but "
                 f"{unknown[0]!r} is not. Build the named optimizer from the wrapped model's parameters."
             )
-        return {param: names[param] for param in params}
+        return {names[self.params.of(param).param]: param for param in params}
 
 
 def problem_among(every: list[dict[str, str]]) -> ValueError | None:
@@ -216,22 +187,22 @@ def _not_by_name(what: str) -> ValueError:
 
 
 _QUANTISED = "is quantised in blocks"
+_NAMES = ("params", "param_names")
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def _is_quantised(value: Any, shard: nn.Parameter) -> bool:
+def _is_quantised(value: Any, shard: Tensor) -> bool:
     """Whether ``value`` holds other tensors, as torchao's optimizer state does, and not because the shard does."""
     if not isinstance(value, Tensor):
         return False
-    own, like = memory_of(value), memory_of(shard)
-    return is_traceable_wrapper_subclass(own) and not is_traceable_wrapper_subclass(like)
+    return is_traceable_wrapper_subclass(memory_of(value)) and not is_traceable_wrapper_subclass(memory_of(shard))
 
 
 def _is_run(value: Any) -> bool:
-    return isinstance(value, DTensor) or (isinstance(value, Tensor) and value.dim() > 0)
+    return isinstance(value, Tensor) and (value.dim() > 0 or isinstance(value, DTensor))
 
 
-def _describe(value: Any, shard: nn.Parameter) -> str:
+def _describe(value: Any, shard: Tensor) -> str:
     """Description of ``value`` that must be equal on all ranks; if it begins with ``!``, a problem."""
     if _is_quantised(value, shard):
         return f"!{_QUANTISED}"
@@ -244,22 +215,18 @@ def _describe(value: Any, shard: nn.Parameter) -> str:
     return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
 
 
-def _setting(value: Any) -> str | None:
-    """A group's setting in words if it is one value or a few, such as betas; otherwise None."""
-    if isinstance(value, Tensor):
-        return None if value.dim() else repr(value.item())
-    is_plain = all(isinstance(one, _PLAIN) for one in (value if isinstance(value, (tuple, list)) else (value,)))
-    return repr(value) if is_plain else None
+def _settings(group: Mapping[str, Any]) -> dict[str, str]:
+    """Those settings of a param group that are one value or a few, such as betas, in words."""
+    given = ((name, value) for name, value in group.items() if name not in _NAMES)
+    plain = {name: value.item() if isinstance(value, Tensor) and not value.dim() else value for name, value in given}
+    return {name: repr(value) for name, value in plain.items() if all(isinstance(one, _PLAIN) for one in _each(value))}
+
+
+def _each(value: Any) -> Any:
+    return value if isinstance(value, (tuple, list)) else (value,)
 
 
 def _copied(value: Any, offload_to_cpu: bool) -> Any:
     if isinstance(value, Tensor):
         return value.to("cpu" if offload_to_cpu else value.device, copy=True)
     return copy.deepcopy(value)
-
-
-def _own_runs(named: NamedParam, value: Any) -> list[Any]:
-    """This rank's run of ``value`` for each original parameter."""
-    if named.flat_param is None or not _is_run(value):
-        return [value for _ in named.names]
-    return list(spans_of(named.flat_param, value))

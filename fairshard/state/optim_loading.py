@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -19,8 +18,7 @@ from torch.utils._pytree import tree_map_only
 from fairshard.checks.agreement import raise_together
 from fairshard.errors import MixedGroupsError
 from fairshard.state.full_params import scatter_params, spans_of
-from fairshard.state.mixed_state import fit_together, keys_of
-from fairshard.state.optim_params import Groups, NamedParam, OptimParams, ids_of
+from fairshard.state.optim_params import Groups, NamedParam, OptimParams, ids_of, keys_of
 from fairshard.utils.dtensors import are_placed_alike, memory_of, placed_as
 from fairshard.utils.messages import broadcast_object
 from fairshard.utils.names import clean_tensor_name
@@ -32,6 +30,9 @@ from fairshard.views.orig_param import Stepped
 # State that torch's optimizers keep as one value per parameter, in 0-dim tensors.
 SCALARS = {"step", "mu_product", "eta", "mu"}
 
+Entries = list[Mapping[str, Any] | None]
+"""The state of each original parameter of a shard; None if it has none."""
+
 
 class Source(Enum):
     """The ranks that have the state to load."""
@@ -39,15 +40,6 @@ class Source(Enum):
     EVERY_RANK = auto()
     FIRST_RANK = auto()
     THIS_RANK = auto()  # which alone makes its state, from whole values: no communication
-
-
-@dataclass(frozen=True)
-class _Elsewhere:
-    """Placeholder of a tensor that only rank 0 has."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    is_whole: bool
 
 
 class ShardedOptimState:
@@ -58,7 +50,7 @@ class ShardedOptimState:
 
     def __init__(self, model: nn.Module, source: Source = Source.EVERY_RANK, adopts: bool = False) -> None:
         self._params = OptimParams(model, is_local=source is Source.THIS_RANK)
-        self._source = source
+        self._is_from_first = source is Source.FIRST_RANK
         self._adopts = adopts
 
     def make(self, saved: Any, groups: Groups, key_of: Mapping[nn.Parameter, Any] | None = None) -> dict[str, Any]:
@@ -74,56 +66,68 @@ class ShardedOptimState:
         made: dict[str, Any] = {}
         error: Exception | None = None
         saved = _with_clean_names(saved)
-        values = self._skeleton(saved) if self._source is Source.FIRST_RANK else saved
+        values = self._skeleton(saved) if self._is_from_first else saved
         try:
-            made = self._make(saved, values, groups, key_of)
+            _check_form(values)
+            self._scalars = self._find_scalars(values["state"])
+            keys = ids_of(groups) if key_of is None else key_of
+            named = {self._params.of(param): keys[param] for group in groups for param in group}
+            made["state"] = self._states(saved, values["state"], named)
+            if "param_groups" in values:
+                made["param_groups"] = self._groups(values, groups, keys)
         except (KeyError, TypeError, ValueError) as raised:
             error = raised
         raise_together(self._params.comms, error)
         return made
 
-    def _make(self, saved: Any, values: Any, groups: Groups, key_of: Mapping[nn.Parameter, Any] | None) -> Any:
-        """Do the work of `make`; ``values`` is ``saved``, or its skeleton from rank 0."""
-        _check_form(values)
-        own = {param: self._params.of(param) for group in groups for param in group}
-        self._scalars = self._find_scalars(values["state"])
-        keys = ids_of(groups) if key_of is None else key_of
+    def _states(self, saved: Any, values: Mapping[Any, Any], keys: Mapping[NamedParam, Any]) -> dict[Any, Any]:
+        """The state of the parameters in ``keys``; ``values`` are those of ``saved``, or their skeleton from rank 0."""
         state: dict[Any, Any] = {}
-        known: set[Any] = set()
         for named in self._params:
-            known.update(name for names in named.names for name in names)
-            if named.param in own:
-                entries = [_entry(values["state"], names) for names in named.names]
-                if any(entry is not None for entry in entries):
-                    has_values = values is saved or (named.flat_param is not None and named.flat_param.line.rank == 0)
-                    given = [_entry(saved["state"], names) if has_values else None for names in named.names]
-                    state[keys[named.param]] = self._state_of(named, entries, given)
-        for key in values["state"].keys() - known:
+            entries = _entries(values, named)
+            if named in keys and any(entries):
+                is_first = named.flat_param is not None and named.flat_param.line.rank == 0
+                given = saved["state"] if is_first or not self._is_from_first else {}
+                state[keys[named]] = self._state_of(named, entries, _entries(given, named))
+        for key in values.keys() - {name for named in self._params for names in named.names for name in names}:
             warnings.warn(
                 f"Optimizer state `{key}` belongs to no parameter of the model: it is copied unchanged.",
                 stacklevel=level_of_user(),
             )
-            state[key] = copy.deepcopy(values["state"][key])
-        made: dict[str, Any] = {"state": state}
-        if "param_groups" in values:
-            made["param_groups"] = self._groups(values, groups, keys)
-        return made
+            state[key] = copy.deepcopy(values[key])
+        return state
 
-    def _skeleton(self, saved: Any) -> Mapping[str, Any]:
-        """Broadcast rank 0's state to every rank, without the elements of sharded state."""
+    def _skeleton(self, saved: Any) -> Any:
+        """Broadcast rank 0's state to every rank, with meta tensors in place of sharded state."""
         if len(self._params.comms) != 1:
             raise MixedGroupsError(
                 "Optimizer state on rank 0 alone needs a model on one process group, but the units of this one use "
                 "several, each with its own rank 0. Load it on every rank."
             )
         comm = self._params.comms[0]
-        own: Any = None
-        if comm.rank == 0:
-            own = saved
-            if isinstance(saved, Mapping) and isinstance(saved.get("state"), Mapping):
-                own = {**saved, "state": {key: self._without_elements(key, e) for key, e in saved["state"].items()}}
-        skeleton: Mapping[str, Any] = broadcast_object(tree_map_only(Tensor, Tensor.cpu, own), comm.group)
-        return skeleton
+        own: Any = saved if comm.rank == 0 else None
+        if isinstance(own, Mapping) and isinstance(own.get("state"), Mapping):
+            try:
+                own = {**own, "state": {key: self._without_elements(key, entry) for key, entry in own["state"].items()}}
+            except ValueError as error:  # raised on all ranks
+                own = error
+        own = tree_map_only(Tensor, lambda value: value if value.is_meta else value.cpu(), own)
+        return broadcast_object(own, comm.group)
+
+    def _without_elements(self, name: Any, entry: Any) -> Any:
+        named = self._params.find(name) if isinstance(name, str) else None
+        if named is None or named.flat_param is None or not isinstance(entry, Mapping):
+            return entry
+        kept = dict(entry)
+        for key, value in entry.items():
+            if isinstance(value, (SpanTensor, DTensor, ShardedTensor)) and value.dim():
+                raise ValueError(
+                    f"State on rank 0 alone must be whole, but `{key}` of {named.words} is sharded. Use "
+                    "flatten_sharded_optim_state_dict on every rank."
+                )
+            if isinstance(value, Tensor) and value.dim():
+                kept[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return kept
 
     def _find_scalars(self, saved: Mapping[Any, Any]) -> set[str]:
         """Names of state that is one value: 0-dim for a parameter that is not 0-dim itself."""
@@ -135,39 +139,25 @@ class ShardedOptimState:
                 found |= {key for key, value in entry.items() if shape and _shapes([value]) == [torch.Size()]}
         return found
 
-    def _without_elements(self, name: Any, entry: Any) -> Any:
-        named = self._params.find(name) if isinstance(name, str) else None
-        if named is None or named.flat_param is None or not isinstance(entry, Mapping):
-            return entry
-        return {
-            key: _Elsewhere(value.shape, value.dtype, not isinstance(value, (SpanTensor, DTensor, ShardedTensor)))
-            if isinstance(value, Tensor) and value.dim()
-            else value
-            for key, value in entry.items()
-        }
-
-    def _state_of(
-        self, named: NamedParam, entries: list[Mapping[str, Any] | None], given: list[Mapping[str, Any] | None]
-    ) -> dict[str, Any]:
+    def _state_of(self, named: NamedParam, entries: Entries, given: Entries) -> dict[str, Any]:
+        """The state of one shard; ``given`` are the entries with their elements, on the ranks that have these."""
         flat_param = named.flat_param
         if flat_param is None:
             return {key: copy.deepcopy(gathered(value)) for key, value in (entries[0] or {}).items()}
-        present = [entry for entry in entries if entry is not None]
-        if not fit_together(named.shapes, entries):
-            found = sorted({", ".join(sorted(entry)) for entry in present})
-            raise ValueError(f"Parameters of one unit must have the same state, but {_these(named)} have {found}.")
+        keys = dict.fromkeys(key for entry in entries if entry is not None for key in entry)
+        own = [keys_of(shape, keys) for shape in named.shapes]
+        if any(entry is not None and entry.keys() != known for entry, known in zip(entries, own, strict=True)):
+            found = sorted({", ".join(sorted(entry)) for entry in entries if entry is not None})
+            raise ValueError(f"Parameters of one unit must have the same state, but {named.words} have {found}.")
         state: dict[str, Any] = {}
-        keys = dict.fromkeys(key for entry in present for key in entry)
         for key in keys:
-            values = [None if entry is None else entry.get(key) for entry in entries]
+            values = _column(entries, key)
             if all(value is None for value in values):
                 state[key] = None
             elif key not in self._scalars and is_elementwise(named, key, _shapes(values)):
-                dtype = _common_dtype(named, key, values)
-                own = [None if entry is None else entry.get(key) for entry in given]
-                state[key] = self._place(flat_param, own, dtype)
+                state[key] = self._place(flat_param, _column(given, key), _common_dtype(named, key, values))
             else:
-                state[key] = _common_value(named, key, values, [key in keys_of(shape, keys) for shape in named.shapes])
+                state[key] = _common_value(named, key, values, [key in known for known in own])
         return state
 
     def _place(self, flat_param: Stepped, values: list[Any], dtype: torch.dtype) -> Tensor:
@@ -175,19 +165,19 @@ class ShardedOptimState:
         if self._adopts and (made := _shard_under(flat_param, values)) is not None:
             return made
         shard = zeros_like_shard(flat_param, dtype)
-        if self._source is not Source.FIRST_RANK:
-            for span, value in zip(spans_of(flat_param, shard), map(gathered, values), strict=True):
-                if value is not None and isinstance(span, DTensor):
-                    span.copy_(placed_as(value, span))
-                elif value is not None:
-                    span.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
-            return shard
-        wholes = [
-            torch.zeros(slot.shape, dtype=dtype, device="cpu") if value is None else value.to("cpu")
-            for slot, value in zip(flat_param.slots, values, strict=True)
-            if flat_param.line.rank == 0
-        ]
-        return shard.copy_(scatter_params(flat_param, wholes, dtype))
+        if self._is_from_first:
+            wholes = [
+                torch.zeros(slot.shape, dtype=dtype, device="cpu") if value is None else value.to("cpu")
+                for slot, value in zip(flat_param.slots, values, strict=True)
+                if flat_param.line.rank == 0
+            ]
+            return shard.copy_(scatter_params(flat_param, wholes, dtype))
+        for span, value in zip(spans_of(flat_param, shard), map(gathered, values), strict=True):
+            if value is not None and isinstance(span, DTensor):
+                span.copy_(placed_as(value, span))
+            elif value is not None:
+                span.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+        return shard
 
     def _groups(self, values: Any, groups: Groups, keys: Mapping[nn.Parameter, Any]) -> list[dict[str, Any]]:
         """The saved hyperparameters of each of ``groups``, with the keys of its parameters.
@@ -195,31 +185,28 @@ class ShardedOptimState:
         Groups of parameters that only other ranks have were saved with the names of those: then places count.
         """
         saved = list(values["param_groups"])
-        of_param: dict[nn.Parameter, set[int]] = {}
+        settings = [{key: own for key, own in group.items() if key not in ("params", "param_names")} for group in saved]
+        of_param: dict[NamedParam | None, set[int]] = {}
         for number, group in enumerate(saved):
             for name in group["params"]:
-                named = self._params.find(name)
-                if named is not None:
-                    of_param.setdefault(named.param, set()).add(number)
+                of_param.setdefault(self._params.find(name), set()).add(number)
         made = []
         for index, params in enumerate(groups):
-            settings: list[dict[str, Any]] = []
-            for number in sorted({number for param in params for number in of_param.get(param, ())}):
-                own = {key: value for key, value in saved[number].items() if key not in ("params", "param_names")}
-                if own not in settings:
-                    settings.append(own)
-            has_state = any(_entry(values["state"], names) for p in params for names in self._params.of(p).names)
-            is_elsewhere = has_state or not params
-            is_in_place = index < len(saved) == len(groups) and (is_elsewhere or not saved[index]["params"])
-            if not settings and is_in_place:
-                settings = [{key: value for key, value in saved[index].items() if key != "params"}]
-            if len(settings) != 1:
-                problem = "they differ between its parameters" if settings else "none of its parameters was saved"
+            members = list(map(self._params.of, params))
+            found: list[dict[str, Any]] = []
+            for number in sorted({number for named in members for number in of_param.get(named, ())}):
+                if settings[number] not in found:
+                    found.append(settings[number])
+            if not found and len(saved) == len(groups):
+                has_state = any(any(_entries(values["state"], named)) for named in members)
+                found = [settings[index]] if has_state or not params or not saved[index]["params"] else []
+            if len(found) != 1:
+                problem = "they differ between its parameters" if found else "none of its parameters was saved"
                 raise ValueError(
                     f"Each param group must have saved hyperparameters, but for group {index} {problem}. Build the "
                     "optimizer with the groups that were saved."
                 )
-            made.append({**copy.deepcopy(settings[0]), "params": [keys[param] for param in params]})
+            made.append({**copy.deepcopy(found[0]), "params": [keys[param] for param in params]})
         return made
 
 
@@ -258,6 +245,11 @@ def zeros_like_shard(flat_param: Stepped, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(flat_param.shard.detach(), dtype=dtype, memory_format=torch.contiguous_format)
 
 
+def is_elementwise(named: NamedParam, key: str, shapes: list[torch.Size]) -> bool:
+    """Whether tensor state has one value per element: known by shape, or by name if all parameters are 0-dim."""
+    return any(shapes) or (bool(shapes) and not any(named.shapes) and key not in SCALARS)
+
+
 def _shard_under(flat_param: Stepped, values: list[Any]) -> Tensor | None:
     """The shard ``[S]`` whose runs are ``values``; None if they are not the runs of one shard."""
     if isinstance(flat_param.shard, DTensor):
@@ -279,6 +271,8 @@ def _with_clean_names(saved: Any) -> Any:
 
 
 def _check_form(saved: Any) -> None:
+    if isinstance(saved, Exception):
+        raise saved
     if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
         found = sorted(saved) if isinstance(saved, Mapping) else type(saved).__name__
         raise ValueError(f'An optimizer state dict must have the key "state", but it is {found}.')
@@ -289,41 +283,34 @@ def _check_form(saved: Any) -> None:
         )
 
 
-def _entry(saved: Mapping[Any, Any], names: tuple[str, ...]) -> Mapping[str, Any] | None:
-    """The state saved under one of the names of an original parameter; None if missing or empty."""
-    return next((saved[name] for name in names if saved.get(name)), None)
+def _entries(saved: Mapping[Any, Any], named: NamedParam) -> Entries:
+    """The state saved for each original parameter, under any of its names; None if missing or empty."""
+    return [next((saved[name] for name in names if saved.get(name)), None) for names in named.names]
+
+
+def _column(entries: Entries, key: str) -> list[Any]:
+    return [None if entry is None else entry.get(key) for entry in entries]
 
 
 def _shapes(values: list[Any]) -> list[torch.Size]:
-    return [value.shape for value in values if isinstance(value, (Tensor, _Elsewhere))]
-
-
-def is_elementwise(named: NamedParam, key: str, shapes: list[torch.Size]) -> bool:
-    """Whether tensor state has one value per element: known by shape, or by name if all parameters are 0-dim."""
-    if any(shapes):
-        return True
-    return bool(shapes) and not any(named.shapes) and key not in SCALARS
+    return [value.shape for value in values if isinstance(value, Tensor)]
 
 
 def _common_dtype(named: NamedParam, key: str, values: list[Any]) -> torch.dtype:
     """The common dtype of tensor state, which some parameters may not have; also checks its shapes."""
-    tensors = [value for value in values if isinstance(value, (Tensor, _Elsewhere))]
-    if any(isinstance(value, _Elsewhere) and not value.is_whole for value in tensors):
-        raise ValueError(
-            f"State on rank 0 alone must be whole, but `{key}` of {_these(named)} is sharded. Use "
-            "flatten_sharded_optim_state_dict on every rank."
-        )
-    found = {value.dtype for value in tensors}
-    if len(found) != 1 or any(value is not None and not hasattr(value, "dtype") for value in values):
-        kinds = sorted({str(getattr(value, "dtype", type(value).__name__)) for value in values if value is not None})
-        raise ValueError(f"State `{key}` of one unit must have one dtype, but that of {_these(named)} has {kinds}.")
+    given = [value for value in values if value is not None]
+    kinds = {value.dtype if isinstance(value, Tensor) else type(value).__name__ for value in given}
+    dtype = next(iter(kinds))
+    if len(kinds) > 1 or not isinstance(dtype, torch.dtype):
+        found = sorted(map(str, kinds))
+        raise ValueError(f"State `{key}` of one unit must have one dtype, but that of {named.words} has {found}.")
     for name, shape, value in zip(named.first_names, named.shapes, values, strict=True):
         if value is not None and value.shape != shape:
             raise ValueError(
                 f"State `{key}` must have its parameter's shape, but for `{name}` has {tuple(value.shape)} while the "
                 f"parameter has {tuple(shape)}."
             )
-    return found.pop()
+    return dtype
 
 
 def _common_value(named: NamedParam, key: str, values: list[Any], wanted: list[bool]) -> Any:
@@ -334,7 +321,7 @@ def _common_value(named: NamedParam, key: str, values: list[Any], wanted: list[b
     if missing:
         raise ValueError(
             f"State `{key}` must be present for all parameters of a unit, but is missing for {', '.join(missing)}: one "
-            f"value is shared by {_these(named)}."
+            f"value is shared by {named.words}."
         )
     first_name, first = next(iter(of_param.items()))
     for name, value in of_param.items():
@@ -350,7 +337,3 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
     return bool(a == b)
-
-
-def _these(named: NamedParam) -> str:
-    return ", ".join(f"`{name}`" for name in named.first_names)

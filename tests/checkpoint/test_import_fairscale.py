@@ -218,13 +218,6 @@ def test_files_of_torch_before_its_zip_format_are_read(tmp_path):
     check_equal(imported(paths, tmp_path / "out"), model.weights())
 
 
-def test_any_order_will_do_where_the_padding_tells_the_ranks(tmp_path):
-    """20 and 9 elements on 2 ranks: the shard with padding is the second, in whatever order they are given."""
-    model = Model([Unit("", [Backing("flat_param_0", FC)]), Unit("a", [Backing("flat_param_0", {"w": numbers(9)})])])
-    paths = write_shards(tmp_path, model, 2)
-    check_equal(imported(paths[::-1], tmp_path / "out"), model.weights())
-
-
 # 20 elements on 3 ranks are 7, 7 and 6: the padding identifies the last rank, but not the other two.
 REFUSED = {
     "a missing shard": (

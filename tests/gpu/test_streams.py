@@ -86,7 +86,7 @@ PLANTS = {
     "copies to the host wait for sums": ("params.shard_grad:GradTransfers.copy:wait", OFFLOAD, COMPUTE),
     "the host waits for gradients": ("params.shard_grad:GradTransfers.wait:wait", OFFLOAD, COPY),
     "events make the host wait": ("utils.streams:Event.synchronize:wait", OFFLOAD, COPY),
-    "a step waits for held gradients": ("optim.grad_staging:GradStaging.fetch:wait", HELD, COPY),
+    "a step waits for held gradients": ("optim.cpu_worker:GradStaging.fetch:wait", HELD, COPY),
     "reads of shards have an event": ("engine.root:Root.wait_for_reads:record", WRITES, UNSHARD),
     "the host waits for reads of shards": ("engine.root:Root.wait_for_reads:wait", WRITES, UNSHARD),
 }

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from fairshard.errors import FairshardError, HeldGradientError, PendingGradientError, ShardOptimizerError
+from fairshard.errors import FairshardError, HeldGradientError, ShardOptimizerError
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.optim import CPUOptimizer, ShardedGradScaler, cpu_worker
+from fairshard.optim import CPUOptimizer, cpu_worker
 from fairshard.optim.shard_step import Twin
 from fairshard.params.grads import grads_of
 from tests.kit import rank_device
@@ -314,21 +314,6 @@ def test_an_optimizer_with_counters_in_its_groups_counts_steps_or_is_refused():
 
 
 @on_ranks(2)
-def test_gradients_of_no_sync_alone_are_not_stepped():
-    """A step after ``no_sync`` backwards only would step zeros, so it raises and says what is missing."""
-    model, _ = model_and_twin(cpu_offload=True)
-    optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1)
-    with model.no_sync():
-        backward(model, 0)
-    with pytest.raises(PendingGradientError, match="ran under no_sync"):
-        optimizer.step()
-    optimizer.zero_grad()
-    optimizer.step()  # nothing is left to be reduced
-    backward(model, 1)
-    optimizer.step()
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("placement", [{"cpu_offload": True}, {"move_grads_to_cpu": True}, HELD])
 def test_a_part_of_the_units_can_stay_on_the_device(placement):
     """``offload_fraction``: the first units keep shard, gradient and state on the device; the numbers are the same."""
@@ -405,20 +390,5 @@ def test_a_closure_is_called_before_the_step():
     expected = twin(randn(3, 4)).square().sum()
     expected.backward()
     assert torch.equal(optimizer.step(closure), expected)
-    torch.optim.SGD(twin.parameters(), lr=0.1, fused=True).step()
-    assert_same_params(model, twin)
-
-
-@on_ranks(2)
-def test_a_disabled_scaler_changes_nothing():
-    """``ShardedGradScaler(enabled=False)`` is accepted everywhere, even where an enabled one is not."""
-    model, twin = model_and_twin(cpu_offload=True)
-    optimizer = CPUOptimizer(model, torch.optim.SGD, lr=0.1, overlap=True)
-    scaler = ShardedGradScaler("cpu", enabled=False)
-    with optimizer.last_backward(scaler):
-        scaler.scale(model(randn(3, 4)).square().sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    twin(randn(3, 4)).square().sum().backward()
     torch.optim.SGD(twin.parameters(), lr=0.1, fused=True).step()
     assert_same_params(model, twin)

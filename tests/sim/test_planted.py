@@ -30,7 +30,7 @@ CAUGHT = {
     "optim.early_steps:EarlySteps._step:wait": "held-overlap",
     "optim.early_steps:EarlySteps._take:record": "held-overlap",
     "optim.grad_norm:_over_ranks:wait": "clip-ignored",
-    "optim.grad_staging:GradStaging.fetch:wait": "held",
+    "optim.cpu_worker:GradStaging.fetch:wait": "held",
     "optim.sharded_grad_scaler:ShardedGradScaler._unscale_grads_:wait": "scaler",
     "extras.muon.matrix_exchange:MatrixExchange._received:wait": "muon-rows",
     "extras.muon.matrix_exchange:MatrixExchange._most_of:wait": "muon-rows",

@@ -4,7 +4,6 @@ import copy
 import pickle
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -41,23 +40,6 @@ def test_saving_and_loading_inside_are_refused(layout):
             with pytest.raises(ParameterShardedError, match=r"`2\.weight` would be loaded"):
                 one.module[2:].load_state_dict(plain[2:].state_dict(), strict=False)
         model(randn(3, 4)).sum().backward()
-
-
-@on_ranks(1, 2)
-@LAYOUTS
-def test_what_the_wrapper_saves_and_shows_is_whole(layout):
-    """The wrapper's state dict, and the module's inside `summon_full_params`, are those of the plain model."""
-    model, plain = wrapped(**layout)
-    expected = plain.state_dict()
-    for _ in range(2):
-        assert list(model.state_dict()) == list(expected)
-        with model.summon_full_params():
-            inside = {name.replace("module.", ""): value.clone() for name, value in model.module.state_dict().items()}
-            model.module.load_state_dict(plain.state_dict())
-        assert list(inside) == list(expected)
-        assert all(torch.equal(inside[name], value) for name, value in expected.items())
-    with FSDP.summon_full_params(model, rank0_only=True, writeback=False):
-        assert list(model.state_dict()) == (list(expected) if dist.get_rank() == 0 else [])
 
 
 @on_ranks(2)

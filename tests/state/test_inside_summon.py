@@ -1,6 +1,6 @@
 """Inside ``summon_full_params`` state dicts hold the shown values, and initialising parameters takes effect.
 
-Covers the wrapper and ``fully_shard``: ``state_dict()`` of both modules, ``reset_parameters()`` and ``nn.init``.
+Covers the wrapper and ``fully_shard``: ``state_dict()`` of both modules and ``reset_parameters()``.
 """
 
 import copy
@@ -17,7 +17,7 @@ from fairshard.nn.data_parallel import StateDictType
 from tests.kit import rank_device
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn
-from tests.state.doors import DOORS, every_door
+from tests.state.doors import DOORS, every_door, sharded, whole_state
 from tests.trained import odd
 
 
@@ -25,22 +25,8 @@ class Boom(Exception):
     pass
 
 
-def sharded(door, seed):
-    """An `odd` model in two units."""
-    model = odd(seed)
-    model.frozen = DOORS[door](model.frozen)
-    return DOORS[door](model)
-
-
 def inside(model):
     return model.module if isinstance(model, FSDP) else model
-
-
-def whole_state(model):
-    return {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
-        for name, value in model.state_dict().items()
-    }
 
 
 def double_(model):
@@ -90,23 +76,6 @@ def test_a_wrappers_state_is_the_callers_own(door):
         double_(model)
     double_(model)
     assert_same_state(state, odd(2).state_dict())
-
-
-@on_ranks(1, 2)
-@every_door
-def test_nn_init(door):
-    """``nn.init`` gives shown parameters the values that it gives plain ones, twice in a row."""
-    plain, model = odd(1), sharded(door, 1)
-    for seed in (3, 4):
-        for net in (plain, model):
-            torch.manual_seed(seed)
-            with FSDP.summon_full_params(model) if net is model else nullcontext():
-                nn.init.normal_(net.up.weight)
-                nn.init.zeros_(net.up.bias)
-                nn.init.uniform_(inside(net.frozen).weight)
-                nn.init.constant_(net.one, 3.0)
-        assert_same_state(whole_state(model), plain.state_dict())
-    model(randn(2, 3)).sum().backward()
 
 
 class Reset(nn.Module):

@@ -3,7 +3,6 @@
 Covers the wrapper and ``fully_shard``, and the parameters and buffers that stay whole.
 """
 
-import copy
 
 import pytest
 import torch
@@ -15,22 +14,8 @@ from tests.kit import rank_device
 from tests.models import SavedTransposed
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn
-from tests.state.doors import DOORS, every_door
+from tests.state.doors import DOORS, every_door, sharded, whole_state
 from tests.trained import odd
-
-
-def sharded(door, seed):
-    """An `odd` model in two units."""
-    model = odd(seed)
-    model.frozen = DOORS[door](model.frozen)
-    return DOORS[door](model)
-
-
-def whole_state(model):
-    return {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in model.state_dict().items()
-    }
 
 
 @pytest.mark.pairs
@@ -179,11 +164,3 @@ def test_all_forms_of_state_dicts(door, form):
         with torch.no_grad():
             for net in (model, other):
                 net(randn(2, 3))
-
-
-@on_ranks(2)
-def test_copies_of_a_model_load():
-    """A deepcopy loads with ``assign`` as well."""
-    model = copy.deepcopy(sharded("flat", 1))
-    model.load_state_dict(odd(2).state_dict(), assign=True)
-    assert_same_state(model.state_dict(), odd(2).state_dict())

@@ -14,7 +14,7 @@ from fairshard.utils.names import clean_tensor_name
 from fairshard.utils.span_tensor import SpanTensor
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
-from tests.reference import assert_same_state, randn
+from tests.reference import assert_same_state
 from tests.trained import full_of, shard
 
 
@@ -207,26 +207,6 @@ def test_views_of_buffers_belong_to_the_caller():
     state = model.state_dict()
     model.module.table.zero_()
     assert state["turned"].tolist() == [[3], [4], [5]]
-
-
-@on_ranks(2)
-def test_during_a_pass_inner_units_refuse_too():
-    """A state dict of an inner unit raises during its pass, which goes on; inside ``summon_full_params`` it works."""
-    model = wrap_each(mlp(4, 5, 3))
-    seen = []
-
-    def ask(*_):
-        with pytest.raises(ValueError, match="IDLE"):
-            model[0].state_dict()
-        seen.append(True)
-
-    handle = model[0].module.register_forward_hook(ask)
-    model(randn(2, 4)).sum().backward()
-    handle.remove()
-    assert seen
-    with model.summon_full_params():
-        assert_same_state(model.state_dict(), mlp(4, 5, 3).state_dict())
-    assert_same_state(model.state_dict(), mlp(4, 5, 3).state_dict())
 
 
 @on_ranks(2)

@@ -10,7 +10,6 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from fairshard import nn as fairshard_nn
-from fairshard.engine.tree import units_below
 from fairshard.errors import FairshardError, StateDictTypesDifferError
 from fairshard.nn import (
     FSDP,
@@ -248,15 +247,3 @@ def test_a_local_dict_is_loaded_by_the_wrapper():
     FSDP.set_state_dict_type(outer, FULL)
     assert_same_state(outer.state_dict(), before)
     assert outer(randn(2, 4)).shape == (2, 3)
-
-
-@on_ranks(2)
-def test_the_setting_survives_copies_and_wraps():
-    """A unit wrapped into an outer one keeps its setting; the outer one has the default, which differs."""
-    inner = FSDP(nn.Linear(4, 4))
-    FSDP.set_state_dict_type(inner, SHARDED)
-    outer = FSDP(nn.Sequential(inner, nn.Linear(4, 2)))
-    with pytest.raises(AssertionError):
-        outer.state_dict()
-    FSDP.set_state_dict_type(inner, FULL)
-    assert all(unit.state_dict_settings == DEFAULT for _, unit in units_below(outer))

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fairshard.checks.agreement import raise_together, ranks_of
+from fairshard.checks.agreement import differing_line, raise_together, ranks_of
 from fairshard.errors import RanksDisagreeError
 from fairshard.extras.muon.newton_schulz import num_flops
 from fairshard.extras.muon.own_part import OwnPart
-from fairshard.optim.owners import owners_of
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.messages import exchange_parts
+from fairshard.utils.owners import balanced_owners
 from fairshard.utils.span import Span, overlap
 from fairshard.utils.transfers import Transfer
 
@@ -46,14 +46,15 @@ class Block:
     held: tuple[Span, ...]
 
     @property
-    def is_cut(self) -> bool:
-        """Whether no rank has all of it."""
-        return all(span.numel < self.shape.numel() for span in self.held)
+    def holder(self) -> int | None:
+        """The rank that has all of it; None if it is cut."""
+        holders = [rank for rank, span in enumerate(self.held) if span.numel]
+        return holders[0] if len(holders) == 1 else None
 
     @property
-    def is_here(self) -> bool:
-        """Whether this rank has all of it."""
-        return self.held[self.part.rank].numel == self.shape.numel()
+    def is_cut(self) -> bool:
+        """Whether no rank has all of it."""
+        return self.holder is None
 
     @property
     def cost(self) -> int:
@@ -158,7 +159,10 @@ class MatrixExchange:
     def _check(self, most: bytes, error: Exception | None) -> None:
         """Raise if ranks hold different matrices, or one has an ``error``."""
         if most[:8] != self._digest or most[8:16] != bytes(255 - byte for byte in self._digest):
-            self._raise_difference()
+            raise RanksDisagreeError(
+                "Muon must hold the same matrices in the same order on all ranks, but the first difference is: "
+                f"{differing_line(self.comm, self._lines)}. Build its param groups from the same code on every rank."
+            )
         if most[16]:
             raise_together([self.comm], error)
 
@@ -168,19 +172,6 @@ class MatrixExchange:
         message = torch.tensor(padded, dtype=torch.uint8, device=self.device)
         self.comm.all_reduce(message, "max").wait()
         return bytes(message.tolist())
-
-    def _raise_difference(self) -> None:
-        every = self.comm.gather_objects(self._lines)
-        first, *_ = ranks = ranks_of(self.comm)
-        for rank, lines in zip(ranks, every, strict=True):
-            for index in range(max(len(lines), len(every[0]))):
-                theirs, ours = (each[index] if index < len(each) else "nothing more" for each in (lines, every[0]))
-                if theirs != ours:
-                    raise RanksDisagreeError(
-                        "Muon must hold the same matrices in the same order on all ranks, but the first difference is: "
-                        f"rank {first} has {ours}; rank {rank} has {theirs}. Build its param groups from the same code "
-                        "on every rank."
-                    )
 
     def _raise_missing(self, part: OwnPart) -> None:
         every = self.comm.gather_objects(part.has_grad or not part.span.numel)
@@ -199,15 +190,14 @@ class MatrixExchange:
         """
         # *Invariant*: owners depend on what all ranks know. Of whole matrices only their own rank knows the gradients.
         blocks = [block for block in self._blocks if block.part in updates or not block.is_cut]
-        held = [[span.numel for span in block.held] for block in blocks]
-        owners = owners_of([block.cost for block in blocks], held, self.comm.world_size)
+        owners = balanced_owners([block.cost for block in blocks], self.comm.world_size, [b.holder for b in blocks])
         self._jobs = [[] for _ in range(self.comm.world_size)]
         for block, owner in zip(blocks, owners, strict=True):
             if block.is_cut:
                 self._jobs[owner].append(block)
         if any(self._jobs):
             to = [(block.of(updates[block.part]) for block in own) for own in self._jobs]
-            self._send(to, self._num_sent(), self._num_owned())
+            self._send(to, from_owners=False)
 
     def finish(self, updates: Mapping[OwnPart, Tensor], function: Callable[[Tensor, OwnPart], Tensor]) -> None:
         """Replace the cut matrices in ``updates`` by ``function`` of each, computed by its owner. **Collective.**"""
@@ -225,26 +215,20 @@ class MatrixExchange:
             for r, span in enumerate(block.held):
                 results[r].append(result[span.start : span.stop])
             own.copy_(results[rank][-1])
-        self._send(results, self._num_owned(), self._num_sent())
+        self._send(results, from_owners=True)
         returned = self._received([[block.held[rank].numel for block in jobs] for jobs in self._jobs])
         for jobs, own_runs in zip(self._jobs, returned, strict=True):
             for block, run in zip(jobs, own_runs, strict=False):  # none from this rank itself
                 block.of(updates[block.part]).copy_(run)
 
-    def _num_sent(self) -> list[int]:
-        """How many elements this rank has of the matrices of each other rank."""
-        rank = self.comm.rank
-        return [0 if r == rank else sum(b.held[rank].numel for b in jobs) for r, jobs in enumerate(self._jobs)]
+    def _held(self, rank: int, owner: int) -> int:
+        """How many elements ``rank`` has of the matrices of ``owner``, another rank."""
+        return 0 if rank == owner else sum(block.held[rank].numel for block in self._jobs[owner])
 
-    def _num_owned(self) -> list[int]:
-        """How many elements each other rank has of this rank's matrices."""
-        rank = self.comm.rank
-        return [
-            0 if r == rank else sum(block.held[r].numel for block in self._jobs[rank])
-            for r in range(self.comm.world_size)
-        ]
-
-    def _send(self, to: Sequence[Iterable[Tensor]], num_sent: list[int], num_received: list[int]) -> None:
+    def _send(self, to: Sequence[Iterable[Tensor]], from_owners: bool) -> None:
+        rank, every = self.comm.rank, range(self.comm.world_size)
+        of_others, owned = [self._held(rank, r) for r in every], [self._held(r, rank) for r in every]
+        num_sent, num_received = (owned, of_others) if from_owners else (of_others, owned)
         runs = [run for rank, own in enumerate(to) if rank != self.comm.rank for run in own]
         line = torch.cat(runs) if runs else torch.empty(0, dtype=torch.bfloat16, device=self.device)
         self.comm.count("all_to_all", line.nbytes)

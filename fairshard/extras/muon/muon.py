@@ -19,7 +19,7 @@ from fairshard.errors import ShardOptimizerError
 from fairshard.extras.muon.matrix_exchange import Block, MatrixExchange, blocks_of
 from fairshard.extras.muon.newton_schulz import DEFAULT_COEFFICIENTS, orthogonalized
 from fairshard.extras.muon.own_part import OwnPart, layout_of, own_parts
-from fairshard.state.mixed_state import is_matrix
+from fairshard.state.optim_params import is_matrix
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.keywords import named_keywords
 
@@ -249,7 +249,7 @@ class _Plan:
             for group, parts in zip(param_groups, every, strict=True)
         ]
         blocks = {part: blocks_of(part) for parts in self.matrices for part in parts}
-        self.here = [block for own in blocks.values() for block in own if block.is_here]
+        self.here = [block for own in blocks.values() for block in own if block.holder == block.part.rank]
         self._cut = {part: part.comm for part, own in blocks.items() if any(block.is_cut for block in own)}
         together: dict[tuple[Communicator, torch.device], list[Block]] = {}
         for part in (part for parts in every for part in parts if len(part.spans) > 1):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         StateDictSettings,
         StateDictType,
     )
-    from fairshard.state.optim_keys import OptimStateKeyType
+    from fairshard.state.optim_params import OptimStateKeyType
     from fairshard.utils.names import clean_tensor_name
 
 _HOMES = {
@@ -48,7 +48,7 @@ _HOMES = {
     "Observation": "fairshard.extras.observe.observer",
     "OffloadPolicy": "fairshard.settings.fsdp2",
     "OptimStateDictConfig": "fairshard.settings.state_dicts",
-    "OptimStateKeyType": "fairshard.state.optim_keys",
+    "OptimStateKeyType": "fairshard.state.optim_params",
     "Owned": "fairshard.settings.placements",
     "Phase": "fairshard.extras.observe.unit_event",
     "RowBlocks": "fairshard.settings.placements",

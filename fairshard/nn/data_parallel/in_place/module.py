@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,6 @@ from fairshard.setup.arguments import units_of
 from fairshard.setup.claim import claim
 from fairshard.setup.conversion import check_conversion, refuse_sharing
 from fairshard.setup.late_changes import adopt_changes
-from fairshard.state.foreign_names import check_names
 from fairshard.utils.dynamo import not_traced, set_tracer
 from fairshard.utils.graph_breaks import breaks_graph, untraced
 from fairshard.utils.nested import apply_to_tensors
@@ -256,16 +255,6 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         except AttributeError:
             check_other_door(name)
             raise
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load whole values, or DTensors, as ``nn.Module`` does; returns missing and unexpected keys.
-
-        Raises:
-            RuntimeError: ``state_dict`` does not fit.
-        """
-        if strict and isinstance(state_dict, Mapping):
-            check_names(self, state_dict, is_flat=False)
-        return super().load_state_dict(state_dict, strict, assign)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients of all parameters, those of DTensors where `parameters` yields whole ones too."""

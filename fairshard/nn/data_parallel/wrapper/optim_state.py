@@ -17,9 +17,8 @@ from fairshard.setup.arguments import check_module
 from fairshard.state.forms import common_settings
 from fairshard.state.local import LAYOUT_KEY, check_layout, layout_bytes
 from fairshard.state.optim_gathering import GatheredOptimState
-from fairshard.state.optim_keys import OptimStateKeyType, rekey
 from fairshard.state.optim_loading import ShardedOptimState, Source, check_of_class
-from fairshard.state.optim_params import OptimParams
+from fairshard.state.optim_params import OptimParams, OptimStateKeyType, rekey, with_keys
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter]
 
@@ -57,7 +56,7 @@ class OptimStateMethods(UnitAttributes):
                 Tensor, lambda t: t.to("cpu" if config.offload_to_cpu else t.device, copy=True), saved
             )
             return {**copied, LAYOUT_KEY: layout_bytes(model)}
-        gathered = GatheredOptimState(OptimParams(model), optim, optim_state_dict).check()
+        gathered = _gathered(model, optim, optim_state_dict)
         if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
             return gathered.sharded(config.offload_to_cpu)
         return gathered.full(_from_first(config), config.offload_to_cpu)
@@ -113,8 +112,7 @@ class OptimStateMethods(UnitAttributes):
     ) -> dict[str, Any]:
         """Whole state in host memory; with ``rank0_only`` an empty dict on the other ranks."""
         _check_group(model, group)
-        _look_at_input(model, optim_input)
-        return GatheredOptimState(OptimParams(model), optim).check().full(rank0_only, offload_to_cpu=True)
+        return _gathered(model, optim, optim_input=optim_input).full(rank0_only, offload_to_cpu=True)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -124,8 +122,7 @@ class OptimStateMethods(UnitAttributes):
         optim: Optimizer | None = None,
     ) -> dict[str, Any]:
         """Convert whole state, passed on every rank, for ``optim.load_state_dict``."""
-        groups = OptimParams(model).groups_of(optim, optim_input)
-        return _fitting(ShardedOptimState(model).make(full_optim_state_dict, groups), optim)
+        return _made(full_optim_state_dict, model, optim, optim_input)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -137,8 +134,7 @@ class OptimStateMethods(UnitAttributes):
     ) -> dict[str, Any]:
         """Like `shard_full_optim_state_dict`, but with state from rank 0; arguments of other ranks are ignored."""
         _check_group(model, group)
-        groups = OptimParams(model).groups_of(optim, optim_input)
-        return _fitting(ShardedOptimState(model, Source.FIRST_RANK).make(full_optim_state_dict, groups), optim)
+        return _made(full_optim_state_dict, model, optim, optim_input, Source.FIRST_RANK)
 
     # ---- sharded
 
@@ -150,8 +146,7 @@ class OptimStateMethods(UnitAttributes):
         if group is not None and not isinstance(group, ProcessGroup):  # `optim_input` was third in torch 1.13
             group, optim_input = None, group
         _check_group(model, group)
-        _look_at_input(model, optim_input)
-        return GatheredOptimState(OptimParams(model), optim).check().sharded(offload_to_cpu=True)
+        return _gathered(model, optim, optim_input=optim_input).sharded(offload_to_cpu=True)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -168,8 +163,7 @@ class OptimStateMethods(UnitAttributes):
         if not isinstance(optim, Optimizer):
             optim_input = optim_input if optim is None else optim
             optim = older[0] if older else None
-        groups = OptimParams(model).groups_of(optim, optim_input)
-        return ShardedOptimState(model).make(sharded_optim_state_dict, groups)
+        return _made(sharded_optim_state_dict, model, optim, optim_input)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -190,13 +184,11 @@ class OptimStateMethods(UnitAttributes):
 
     def gather_full_optim_state_dict(self, optim: Optimizer, recipient_rank: int | None = 0) -> dict[str, Any] | None:
         """Whole state for the unwrapped model's optimizer, on ``recipient_rank``, or on all ranks if None."""
-        gathered = GatheredOptimState(OptimParams(self), optim).check()
-        whole = gathered.full(rank0_only=recipient_rank == 0, offload_to_cpu=True)
+        whole = _gathered(self, optim).full(rank0_only=recipient_rank == 0, offload_to_cpu=True)
         if recipient_rank is not None and self.rank != recipient_rank:
             return None
-        numbers = {name: n for n, name in enumerate(n for group in whole["param_groups"] for n in group["params"])}
-        groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in whole["param_groups"]]
-        return {"state": {numbers[name]: own for name, own in whole["state"].items()}, "param_groups": groups}
+        names = (name for group in whole["param_groups"] for name in group["params"])
+        return with_keys(whole, {name: number for number, name in enumerate(names)})
 
     def get_shard_from_optim_state_dict(
         self, full_optim_state_dict: dict[str, Any], optim: Optimizer | None = None
@@ -212,14 +204,7 @@ class OptimStateMethods(UnitAttributes):
         params = OptimParams(self, is_local=True)
         groups = params.groups_of(optim)
         numbered = [params.in_order(name for param in own for name in params.of(param).first_names) for own in groups]
-        names = dict(enumerate(name for own in numbered for name in own))
-        named = {
-            "state": {names[number]: own for number, own in full_optim_state_dict["state"].items()},
-            "param_groups": [
-                {**group, "params": [names[number] for number in group["params"]]}
-                for group in full_optim_state_dict["param_groups"]
-            ],
-        }
+        named = with_keys(full_optim_state_dict, dict(enumerate(name for own in numbered for name in own)))
         return ShardedOptimState(self, Source.THIS_RANK).make(named, groups)
 
 
@@ -227,13 +212,24 @@ def _from_first(config: Any) -> bool:
     return isinstance(config, FullOptimStateDictConfig) and config.rank0_only
 
 
-def _look_at_input(model: nn.Module, optim_input: Any) -> None:
-    """Check ``optim_input``, which is otherwise ignored because the optimizer has its own groups."""
+def _gathered(model: nn.Module, optim: Optimizer, saved: Any = None, optim_input: Any = None) -> GatheredOptimState:
+    """The state of ``optim``, which has its own groups: ``optim_input`` is only checked. **Collective.**"""
+    params = OptimParams(model)
     if optim_input is not None:
-        OptimParams(model).groups_of(None, optim_input)
+        params.groups_of(None, optim_input)
+    return GatheredOptimState(params, optim, saved).check()
 
 
-def _fitting(made: dict[str, Any], optim: Optimizer | None) -> dict[str, Any]:
+def _made(
+    saved: Any,
+    model: nn.Module,
+    optim: Optimizer | None,
+    optim_input: Any,
+    source: Source = Source.EVERY_RANK,
+) -> dict[str, Any]:
+    """What ``optim.load_state_dict`` takes for ``saved``, state under names. **Collective.**"""
+    groups = OptimParams(model).groups_of(optim, optim_input)
+    made = ShardedOptimState(model, source).make(saved, groups)
     if optim is not None:
         check_of_class(made, optim)
     return made

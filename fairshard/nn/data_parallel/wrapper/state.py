@@ -15,12 +15,7 @@ from fairshard.engine.tree import unit_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import NotRootError
 from fairshard.nn.data_parallel.wrapper.attributes import UnitAttributes
-from fairshard.settings.state_dicts import (
-    OptimStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from fairshard.settings.state_dicts import StateDictType
 from fairshard.setup.claim import claim, roots_below
 from fairshard.state import forms
 from fairshard.state.assigned_values import is_assigned
@@ -44,7 +39,7 @@ class StateMethods(UnitAttributes):
         self._fairshard_loading = Loading(self._unit)
         self.register_load_state_dict_post_hook(_end_loading)  # type: ignore[no-untyped-call]
 
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+    def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The model's state under unwrapped names, in the dtype of the shards, in the form set for the model.
 
         By default every rank gets the whole state in new tensors, which the unwrapped module can load, and vice versa.
@@ -56,10 +51,6 @@ class StateMethods(UnitAttributes):
             RanksDisagreeError: on every rank, if the state is gathered and the ranks have run different things.
             RuntimeError: the units' forms differ.
         """
-        if args:  # nn.Module still accepts them by position
-            positional = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
-            destination = positional.get("destination", destination)
-            prefix, keep_vars = positional.get("prefix", prefix), positional.get("keep_vars", keep_vars)
         self._assert_idle("state_dict", or_shown=True)
         check_whole_inside((unit for _, unit in units_below(self)), "state_dict")
         # Only the outermost wrapper compares the units: comparing in each wrapper would walk the tree every time.
@@ -142,44 +133,9 @@ class StateMethods(UnitAttributes):
 
     # ---- the form of state dicts
 
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """Set the form of the state dicts of wrappers in ``module`` and their optimizers; returns the previous form.
-
-        FULL_STATE_DICT gives whole values, SHARDED_STATE_DICT values that ``torch.distributed.checkpoint`` saves and
-        loads, LOCAL_STATE_DICT this rank's shards. torch's enum and configs are accepted.
-
-        Raises:
-            RuntimeError: a config does not belong to the form.
-            AssertionError: the wrappers had different forms.
-        """
-        return forms.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The form and configs of the wrappers in ``module``; the defaults if there are no wrappers.
-
-        Raises:
-            AssertionError: the wrappers' settings differ.
-        """
-        return common_settings(module)
-
-    @staticmethod
-    @contextmanager
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> Iterator[None]:
-        """`set_state_dict_type` for the ``with`` block; restores the previous form at its end."""
-        with forms.state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config):
-            yield
+    set_state_dict_type = staticmethod(forms.set_state_dict_type)
+    get_state_dict_type = staticmethod(common_settings)
+    state_dict_type = staticmethod(forms.state_dict_type)
 
     # ---- whole parameters
 
