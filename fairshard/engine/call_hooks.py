@@ -52,7 +52,7 @@ class CallHooks:
 
     def see_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record which nodes and leaves the call was given."""
-        for value in (*args, *kwargs.values()) if kwargs else args:
+        for value in (*args, *kwargs.values()):
             if type(value) is Tensor:
                 self._see_input(value)
             else:

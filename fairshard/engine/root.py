@@ -309,8 +309,6 @@ class Engine:
 
         One that went only through other models waits until these are used, because other ranks may have dropped them.
         """
-        if self.backward is None:
-            self._backward = _NONE
         if root.backward is not None and self.is_over(root.backward):
             self._abandon(root.backward)
 

@@ -83,12 +83,7 @@ def read_error(fqn: str) -> ParameterShardedError:
     )
 
 
-def _refuse_operators() -> None:
-    arithmetic = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift"
-    others = "neg pos abs invert lt le gt ge len iter getitem setitem float int index bool array contains"
-    names = [prefix + name for name in arithmetic.split() for prefix in ("", "r", "i")] + others.split()
-    for name in names:
-        setattr(ShardedParameter, f"__{name}__", ShardedParameter._refuse)
-
-
-_refuse_operators()
+_ARITHMETIC = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift"
+_OTHERS = "neg pos abs invert lt le gt ge len iter getitem setitem float int index bool array contains"
+for _name in [prefix + name for name in _ARITHMETIC.split() for prefix in ("", "r", "i")] + _OTHERS.split():
+    setattr(ShardedParameter, f"__{_name}__", ShardedParameter._refuse)
