@@ -47,7 +47,7 @@ class Block:
     def by_row(self) -> list[tuple[int, Span]]:
         """Each row of the block, and which elements of the parameter are in it."""
         width, first = self.columns.numel, self.source.start
-        return [(row, Span(0, width).shift(first + i * width)) for i, row in enumerate(range(*self.rows)) if width]
+        return [(row, Span(0, width).shift(first + i * width)) for i, row in enumerate(range(*self.rows))]
 
     def of(self, buffer: Tensor) -> Tensor:
         """The block, as a view of ``buffer`` ``[W, S]``."""
@@ -121,8 +121,12 @@ class FlatLayout:
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """Every (parameter, row) overlap, parameter by parameter."""
-        blocks = [(index, block) for index, own in enumerate(self.blocks) for block in own]
-        return tuple(Piece(index, row, span, block.columns) for index, block in blocks for row, span in block.by_row())
+        return tuple(
+            Piece(index, row, span, block.columns)
+            for index, own in enumerate(self.blocks)
+            for block in own
+            for row, span in block.by_row()
+        )
 
     @cached_property
     def blocks(self) -> tuple[Sequence[Block], ...]:

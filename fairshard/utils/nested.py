@@ -117,8 +117,6 @@ def cast_inputs_to_fp16(
 
 def _map_dict(fn: Callable[[Tensor], Any], container: Mapping[Any, Any]) -> Any:
     items = {key: apply_to_tensors(fn, value) for key, value in container.items()}
-    if type(container) is dict:
-        return items
     if isinstance(container, defaultdict):
         return type(container)(container.default_factory, items)
     if dataclasses.is_dataclass(container):  # ModelOutput: a dataclass that is also an OrderedDict

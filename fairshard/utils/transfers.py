@@ -8,8 +8,8 @@ from torch.distributed import ProcessGroup
 
 from fairshard.utils.failures import explain
 
+# "send" or "recv", what is sent or filled, the rank at the other end, and a number to add to the tag.
 Message = tuple[str, list[Tensor], int, int]
-"""``"send"`` or ``"recv"``, what is sent or filled, the rank at the other end, and a number to add to the tag."""
 
 
 class Works(list[Any]):
