@@ -113,9 +113,7 @@ class _OfGroup(Comm):
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory that the backend uses directly, without copies."""
-        backend: Any = self._group._get_backend(device)
-        made: Tensor = backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
-        return made.view(*size)
+        return _of_backend(self._group, size, dtype, device)
 
 
 class GroupAllGather(_OfGroup, AllGather):
@@ -153,6 +151,11 @@ def check_allocates(group: ProcessGroup, device: torch.device) -> None:
             f"{device.type} here. Do not call set_allocate_memory_from_process_group_for_comm, or use NCCL on GPUs "
             "that support multicast (NVSwitch)."
         )
+
+
+def _of_backend(group: ProcessGroup, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    made: Tensor = group._get_backend(device).allocate_tensor(math.prod(size), dtype=dtype, device=device)
+    return made.view(*size)
 
 
 def _allocated(custom: Comm, numel: int, like: Tensor) -> Tensor:
