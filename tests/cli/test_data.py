@@ -166,15 +166,6 @@ def test_text_counts_as_written_when_all_of_it_is(number, tmp_path, monkeypatch)
     assert len(read_data(plan, run, 0, 4, None).train) == len(WORDS) * 27
 
 
-def test_a_context_may_use_all_of_a_side_and_no_more(tmp_path):
-    """A side of ``n`` bytes serves a context of ``n - 1``, because a window holds one more byte; ``n`` is refused."""
-    path = tmp_path / "one.txt"
-    path.write_bytes(b"x" * 100)  # 90 to train on, 10 to validate on
-    assert _text(path, 0, 9).validation == (Piece(path, 10, 90),)
-    with pytest.raises(OptionError, match=r"context of 10 needs 11 tokens to validate on, but .* leaves 10\."):
-        _text(path, 0, 10)
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_file_is_cut_and_mapped(name, tmp_path):
     """The last tenth of 1,000 tokens is for validation; both sides are views of the file, without its header."""
