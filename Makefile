@@ -72,7 +72,7 @@ soak: $(INSTALLED)
 
 clients:
 	$(MAKE) .venv-clients/.installed-clients VENV=.venv-clients
-	.venv-clients/bin/python -m pytest -m "full or not full" tests/clients $(ARGS)
+	.venv-clients/bin/python -m pytest -m full tests/clients/test_all_clients.py $(ARGS)
 
 check: $(INSTALLED) docs
 	$(BIN)/ruff check .

@@ -1,7 +1,4 @@
-"""Losses and norms of other people's trainers are those that they have on torch's engine.
-
-Some are fast enough for every test run; `make clients` runs all of them, in an environment that has all packages.
-"""
+"""Clients that are fast enough for every test run: the losses and norms are those of the client on torch's engine."""
 
 import importlib.util
 import os
@@ -11,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.clients.case import ENGINES, be_torchrun
-from tests.clients.table import Run, case_named, cases, outcome, run_program
+from tests.clients.table import Run, case_named, outcome
 from tests.kit import run_ranks
 from tests.torch_gaps import needs_fsdp2_on_cpu
 
@@ -63,17 +60,3 @@ def test_client_trains_as_on_torchs_engine(name):
     said = set(run_ranks(case.world_size, both_engines, name, timeout=240.0))
     assert len(said) == 1
     assert said.pop().startswith("equal")
-
-
-@pytest.mark.full
-@pytest.mark.cpu_only("the clients' programs run on the CPU")
-@pytest.mark.parametrize("name", [case.name for case in cases()])
-def test_client_trains_in_processes_of_its_own(name):
-    """The same in fresh processes for each engine; what torch's engine does not run either is skipped."""
-    pytest.importorskip("torchtitan", reason="`make clients` has all packages")
-    case = case_named(name)
-    runs = [run_program(name, engine, case.world_size) for engine in ENGINES]
-    said = outcome(case, *runs)
-    if said == "does not run; nor does torch's engine":
-        pytest.skip(f"{said}: {runs[0].error}")
-    assert said.startswith(("equal", "runs; torch's engine does not")), (said, runs)
