@@ -138,22 +138,22 @@ def plan_data(options: TrainOptions) -> DataPlan:
         raise OptionError(f"{source} holds no text: hidden, empty and binary files are ignored. Pass another --data.")
     train, validation = split(found, seed)
     if options.hf is None or options.tokens is not None:  # a tokenizer may make more or fewer tokens of a text
-        check_length(source, options.context, sum(piece.num for piece in train), "train")
-        check_length(source, options.context, sum(piece.num for piece in validation), "validate")
+        check_lengths(source, options.context, [sum(piece.num for piece in side) for side in (train, validation)])
     return DataPlan(source, tuple(train), tuple(validation), options.tokens is None)
 
 
-def check_length(source: str, context: int, num: int, use: str) -> None:
-    """Require a window of ``context + 1`` tokens.
+def check_lengths(source: str, context: int, nums: Sequence[int]) -> None:
+    """Require a window of ``context + 1`` tokens on both sides, which have ``nums``.
 
     Raises:
         OptionError: a side of the data is shorter.
     """
-    if num < context + 1:
-        raise OptionError(
-            f"a context of {context} needs {context + 1} tokens to {use} on, but {source} leaves {num}. "
-            "Pass more data or a smaller --context."
-        )
+    for num, use in zip(nums, ("train", "validate"), strict=True):
+        if num < context + 1:
+            raise OptionError(
+                f"a context of {context} needs {context + 1} tokens to {use} on, but {source} leaves {num}. "
+                "Pass more data or a smaller --context."
+            )
 
 
 def split(pieces: Sequence[Piece], seed: int) -> tuple[list[Piece], list[Piece]]:
@@ -227,8 +227,7 @@ def read_data(plan: DataPlan, folder: Path, rank: int, context: int, tokenizer: 
     paths = [folder / f"{side}.bin" for side in ("train", "validation")]
     nums = [path.stat().st_size // np.dtype(kept["dtype"]).itemsize for path in paths]
     with refused("", OptionError, becomes=TrainingStopped):
-        for num, use in zip(nums, ("train", "validate"), strict=True):
-            check_length(plan.source, context, num, use)
+        check_lengths(plan.source, context, nums)
     train, validation = (Ids([np.memmap(path, kept["dtype"], "r")]) for path in paths)
     return Data(train, validation, kept["bytes_per_token"])
 
