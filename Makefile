@@ -1,4 +1,5 @@
 # `make train` and `make test` do all the set-up themselves: they need Python >= 3.10 and make, nothing else.
+# `make train` installs the `train` extra only; what needs the developers' tools installs them beside it.
 #
 #   make train                    train a byte-level GPT on two ranks, in two minutes
 #   make train ARGS="--steps 50"  the same with other flags; see: .venv/bin/fairshard train --help
@@ -13,7 +14,7 @@
 #   make check                    ruff, mypy, the architecture test, the docs with warnings as errors
 #   make docs                     docs/_build/html/index.html
 #   make screenshots              the pages of `make docs` in a browser, wide and narrow, light and dark; needs chromium
-#   make clients                  other people's trainers beside torch's engine; writes docs/notes/clients.md
+#   make clients                  other people's trainers beside torch's engine, in an environment with their packages
 #   make bench                    step time beside FSDP1, FSDP2 and DDP
 #   make gpu                      what only a device can show, with PYTHON's torch, which needs pytest and hypothesis
 #   make gpu DEVICE=sim RANKS=2   on another device (the simulated one), or with several ranks on each
@@ -38,7 +39,7 @@ VENV := .venv-torch-$(TORCH)
 EXTRA := test
 endif
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
+INSTALLED := $(VENV)/.installed-$(EXTRA)
 # Each worker takes whole files, and has ranks of its own.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
@@ -48,7 +49,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .PHONY: train test test-all test-sim kill drill soak clients check docs screenshots bench gpu clean
 
-train: $(INSTALLED)
+train: $(VENV)/.installed-train
 	$(BIN)/fairshard train $(ARGS)
 
 test: $(INSTALLED)
@@ -70,8 +71,8 @@ soak: $(INSTALLED)
 	$(BIN)/python -m tests.checkpoint.soak $(ARGS)
 
 clients:
-	$(MAKE) .venv-clients/.installed VENV=.venv-clients EXTRA=clients
-	.venv-clients/bin/python -m tests.clients.table $(ARGS)
+	$(MAKE) .venv-clients/.installed-clients VENV=.venv-clients
+	.venv-clients/bin/python -m pytest -m full tests/clients/test_all_clients.py $(ARGS)
 
 check: $(INSTALLED) docs
 	$(BIN)/ruff check .
@@ -90,10 +91,10 @@ bench: $(INSTALLED)
 gpu:
 	$(PYTHON) -m pytest -m gpu --device $(DEVICE) --ranks-per-device $(RANKS) tests/gpu $(ARGS)
 
-$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+$(VENV)/.installed-%: setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q $(PIP_FLAGS) -c $(VENV)/constraints.txt -e ".[$(EXTRA)]"
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q $(PIP_FLAGS) -c $(VENV)/constraints.txt -e ".[$*]"
 	touch $@
 
 clean:

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ from typing import Any
 from fairshard.checkpoint.consolidate import MAX_SHARD_NBYTES, consolidate_safetensors, consolidate_torch
 from fairshard.checkpoint.contents import Contents, is_optimizer, read_contents
 from fairshard.checkpoint.import_fairscale import import_fairscale
-from fairshard.cli.options import OptionError, local_path, one_line, printable, refused
+from fairshard.cli.options import OptionError, local_path, one_line, printable
 from fairshard.cli.runs import CHECKPOINTS
-from fairshard.errors import CheckpointError
 from fairshard.utils.size_text import size_text
 from fairshard.utils.table import table
 
@@ -53,7 +52,7 @@ def add_checkpoint_commands(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--allow-unverified", action="store_true", help="also read a checkpoint whose list of checksums is lost"
     )
-    parser.set_defaults(run=_or_one_line(_consolidate))
+    parser.set_defaults(run=_consolidate)
     parser = commands.add_parser(
         "inspect",
         help="show the contents of a checkpoint, and whether its files are intact",
@@ -64,7 +63,7 @@ def add_checkpoint_commands(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", help=_CKPT)
     parser.add_argument("--all", action="store_true", help="also show every tensor, object and file")
     parser.add_argument("--json", action="store_true", help="print one JSON object, with everything")
-    parser.set_defaults(run=_or_one_line(_inspect))
+    parser.set_defaults(run=_inspect)
     parser = commands.add_parser(
         "import-fairscale",
         help="make a checkpoint from the shards that fairscale's FSDP saved",
@@ -77,7 +76,7 @@ def add_checkpoint_commands(commands: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("shards", metavar="SHARD_FILE", nargs="+", type=local_path, help="file of one rank")
     parser.add_argument("out", metavar="OUT", type=local_path, help="new folder")
-    parser.set_defaults(run=_or_one_line(_import_fairscale))
+    parser.set_defaults(run=_import_fairscale)
 
 
 def size_argument(text: str) -> int:
@@ -91,21 +90,6 @@ def size_argument(text: str) -> int:
     if found is None or float(found[1]) * unit < 1:
         raise argparse.ArgumentTypeError(f"a size must be a number with kB, MB, GB, KiB, MiB or GiB, but is {text!r}")
     return int(float(found[1]) * unit)
-
-
-def _or_one_line(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Wrap ``command``: a ``CheckpointError`` becomes one line on stderr and exit code 1."""
-
-    def run(arguments: argparse.Namespace) -> int:
-        try:
-            with refused("", OSError):
-                return command(arguments)
-        except CheckpointError as error:
-            text = str(error).replace("allow_unverified=True", "--allow-unverified")
-            print(f"fairshard: error: {one_line(text)}", file=sys.stderr)
-            return 1
-
-    return run
 
 
 def _consolidate(arguments: argparse.Namespace) -> int:

@@ -131,28 +131,29 @@ def plan_data(options: TrainOptions) -> DataPlan:
         source = "the standard library's source text" if options.data is None else str(root)
         with refused("", OSError):
             found = [Piece(path, path.stat().st_size) for path in _text_files(root, options.data is None)]
-        found = _some_of(found, seed) if options.data is None else found
+        if options.data is None:  # about 10 MB of whole files; the seed chooses
+            random.Random(seed).shuffle(found)
+            found = _fitting(found, STANDARD_LIBRARY_NBYTES)
     if not found:
         raise OptionError(f"{source} holds no text: hidden, empty and binary files are ignored. Pass another --data.")
     train, validation = split(found, seed)
-    plan = DataPlan(source, tuple(train), tuple(validation), options.tokens is None)
-    if options.hf is None or not plan.is_text:  # a tokenizer may make more or fewer tokens of a text
-        check_length(source, options.context, sum(piece.num for piece in train), "train")
-        check_length(source, options.context, sum(piece.num for piece in validation), "validate")
-    return plan
+    if options.hf is None or options.tokens is not None:  # a tokenizer may make more or fewer tokens of a text
+        check_lengths(source, options.context, [sum(piece.num for piece in side) for side in (train, validation)])
+    return DataPlan(source, tuple(train), tuple(validation), options.tokens is None)
 
 
-def check_length(source: str, context: int, num: int, use: str) -> None:
-    """Require a window of ``context + 1`` tokens.
+def check_lengths(source: str, context: int, nums: Sequence[int]) -> None:
+    """Require a window of ``context + 1`` tokens on both sides, which have ``nums``.
 
     Raises:
         OptionError: a side of the data is shorter.
     """
-    if num < context + 1:
-        raise OptionError(
-            f"a context of {context} needs {context + 1} tokens to {use} on, but {source} leaves {num}. "
-            "Pass more data or a smaller --context."
-        )
+    for num, use in zip(nums, ("train", "validate"), strict=True):
+        if num < context + 1:
+            raise OptionError(
+                f"a context of {context} needs {context + 1} tokens to {use} on, but {source} leaves {num}. "
+                "Pass more data or a smaller --context."
+            )
 
 
 def split(pieces: Sequence[Piece], seed: int) -> tuple[list[Piece], list[Piece]]:
@@ -163,25 +164,25 @@ def split(pieces: Sequence[Piece], seed: int) -> tuple[list[Piece], list[Piece]]
     """
     if len(pieces) == 1:
         (piece,) = pieces
-        last = -(-piece.num // 10)
-        cut = piece.num - last
-        return [replace(piece, num=cut)], [
-            replace(piece, num=last, begin=piece.begin + cut * np.dtype(piece.dtype).itemsize)
-        ]
-    shuffled = sorted(pieces, key=lambda piece: piece.path)
-    random.Random(seed).shuffle(shuffled)
-    budget = _VALIDATION_SHARE * sum(piece.num for piece in shuffled)
-    train: list[Piece] = []
-    validation: list[Piece] = []
-    for piece in shuffled:
-        fits = piece.num <= budget
-        budget -= piece.num if fits else 0
-        (validation if fits else train).append(piece)
-    if not validation:
-        smallest = min(train, key=lambda piece: piece.num)
-        train.remove(smallest)
-        validation.append(smallest)
-    return train, validation
+        cut = piece.num - -(-piece.num // 10)
+        begin = piece.begin + cut * np.dtype(piece.dtype).itemsize
+        return [replace(piece, num=cut)], [replace(piece, num=piece.num - cut, begin=begin)]
+    train = sorted(pieces, key=lambda piece: piece.path)
+    random.Random(seed).shuffle(train)
+    validation = _fitting(train, _VALIDATION_SHARE * sum(piece.num for piece in train))
+    validation = validation or [min(train, key=lambda piece: piece.num)]
+    taken = set(validation)
+    return [piece for piece in train if piece not in taken], validation
+
+
+def _fitting(pieces: Sequence[Piece], budget: float) -> list[Piece]:
+    """Those that together have at most ``budget`` tokens, taken in order."""
+    chosen: list[Piece] = []
+    for piece in pieces:
+        if piece.num <= budget:
+            chosen.append(piece)
+            budget -= piece.num
+    return chosen
 
 
 def check_tokens(plan: DataPlan, vocab_size: int) -> None:
@@ -223,41 +224,35 @@ def read_data(plan: DataPlan, folder: Path, rank: int, context: int, tokenizer: 
     if missing:
         raise TrainingStopped(f"all ranks must see {folder}, which rank 0 has written, but rank {missing[0]} does not.")
     kept = json.loads(done.read_text(encoding="utf-8"))
-    sides = []
-    for side, use in (("train", "train"), ("validation", "validate")):
-        path = folder / f"{side}.bin"
-        num = path.stat().st_size // np.dtype(kept["dtype"]).itemsize
-        try:
-            check_length(plan.source, context, num, use)
-        except OptionError as error:
-            raise TrainingStopped(str(error)) from error
-        sides.append(Ids([Piece(path, num, dtype=kept["dtype"]).mapped()]))
-    return Data(sides[0], sides[1], kept["bytes_per_token"])
+    paths = [folder / f"{side}.bin" for side in ("train", "validation")]
+    nums = [path.stat().st_size // np.dtype(kept["dtype"]).itemsize for path in paths]
+    with refused("", OptionError, becomes=TrainingStopped):
+        check_lengths(plan.source, context, nums)
+    train, validation = (Ids([np.memmap(path, kept["dtype"], "r")]) for path in paths)
+    return Data(train, validation, kept["bytes_per_token"])
 
 
 def _write(plan: DataPlan, folder: Path, tokenizer: Any | None) -> Iterator[bool]:
     """Write the text of both sides; yields False after each chunk."""
     largest = 255 if tokenizer is None else max(tokenizer.get_vocab().values())
-    dtype = "uint8" if tokenizer is None else "uint16" if largest < 1 << 16 else "uint32"
+    dtype = np.dtype("uint8" if tokenizer is None else "uint16" if largest < 1 << 16 else "uint32")
     end = [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     num = 0
     for side, pieces in (("train", plan.train), ("validation", plan.validation)):
         with (folder / f"{side}.bin").open("wb") as out:
             for piece in pieces:
                 for chunk in _chunks(piece):
-                    out.write(chunk if tokenizer is None else np.asarray(_ids(tokenizer, chunk), dtype).tobytes())
+                    if tokenizer is not None:
+                        text = chunk.decode("utf-8", errors="replace")
+                        chunk = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype).tobytes()
+                    out.write(chunk)
                     yield False
                 out.write(np.asarray(end, dtype).tobytes())
             out.flush()
             os.fsync(out.fileno())
-            num = out.tell() // np.dtype(dtype).itemsize
+            num = out.tell() // dtype.itemsize
     bytes_per_token = sum(piece.num for piece in plan.validation) / max(1, num)
-    replace_file(folder / _DONE, json.dumps({"dtype": dtype, "bytes_per_token": bytes_per_token}))
-
-
-def _ids(tokenizer: Any, text: bytes) -> list[int]:
-    ids: list[int] = tokenizer(text.decode("utf-8", errors="replace"), add_special_tokens=False)["input_ids"]
-    return ids
+    replace_file(folder / _DONE, json.dumps({"dtype": dtype.name, "bytes_per_token": bytes_per_token}))
 
 
 def _chunks(piece: Piece) -> Iterator[bytes]:
@@ -291,16 +286,6 @@ def _is_text(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         return b"\0" not in file.read(_SNIFFED_NBYTES)
-
-
-def _some_of(pieces: list[Piece], seed: int) -> list[Piece]:
-    """About 10 MB of whole files; the seed chooses."""
-    random.Random(seed).shuffle(pieces)
-    chosen: list[Piece] = []
-    for piece in pieces:
-        if sum(each.num for each in chosen) + piece.num <= STANDARD_LIBRARY_NBYTES:
-            chosen.append(piece)
-    return chosen
 
 
 def _tokens_at(path: Path, dtype: str) -> Piece:

@@ -8,15 +8,14 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from fairshard.cli.runs import METRICS, PICTURE, read_lines, replace_file
-from fairshard.planning.summary import StateBytes
 from fairshard.utils.size_text import size_text
 
 _LINES_WITHOUT_TERMINAL = 20
@@ -30,8 +29,7 @@ class StepMetrics:
 
     ``loss`` is the mean over all ranks. ``tokens`` counts tokens of all ranks since the start; ``tokens_per_s`` covers
     all ranks in this step. ``mem_bytes`` has one entry per rank. ``collectives`` and ``comm_bytes`` are rank 0's in
-    this step. ``grad_norm`` is None if fp16 gradients overflowed and the step was skipped. ``state_bytes`` are
-    the shards, gradients and optimizer state of each rank before the optimizer steps, on device and host together.
+    this step. ``grad_norm`` is None if fp16 gradients overflowed and the step was skipped.
     """
 
     step: int
@@ -44,15 +42,12 @@ class StepMetrics:
     mem_bytes: tuple[int, ...]
     collectives: int
     comm_bytes: int
-    state_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Summary:
     """The last line of ``metrics.jsonl``: means over all steps; ``peak_bytes`` has one entry per rank.
 
-    ``device_bytes``, ``pinned_bytes`` and ``pageable_bytes`` are rank 0's shards, gradients and optimizer state in
-    each kind of memory; ``copy_wait_s`` is its time per step spent waiting for copies between host and device.
     ``bits_per_byte`` is the validation loss in other units; None if it is not known how many bytes a token stands for,
     or if the run ``has_own_loss``, whose units are not known.
     """
@@ -62,10 +57,6 @@ class Summary:
     collectives_per_step: float
     bytes_per_step: float
     peak_bytes: tuple[int, ...]
-    device_bytes: int
-    pinned_bytes: int
-    pageable_bytes: int
-    copy_wait_s: float
     bits_per_byte: float | None = None
     has_own_loss: bool = False
 
@@ -77,9 +68,6 @@ class Summary:
             f"communication    {self.collectives_per_step:.4g} collectives and "
             f"{size_text(self.bytes_per_step)} per step and rank",
             f"peak memory      {_by_rank(self.peak_bytes)}",
-            f"state            rank 0 keeps {size_text(self.device_bytes)} on the device, "
-            f"{size_text(self.pinned_bytes)} pinned and {size_text(self.pageable_bytes)} pageable on the host; "
-            f"a step waits {1e3 * self.copy_wait_s:.3g} ms for copies between them",
         ]
 
     def loss_text(self) -> str:
@@ -100,30 +88,21 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
     return loss / math.log(2) / bytes_per_token
 
 
-def summarize(lines: Iterable[Mapping[str, Any]], **known: Any) -> tuple[Summary, float] | None:
-    """The summary of a run from its lines and what is ``known`` besides, and the first validation loss.
+def summarize(
+    lines: Sequence[Mapping[str, Any]], peak_bytes: tuple[int, ...], bytes_per_token: float | None, has_own_loss: bool
+) -> tuple[Summary, float] | None:
+    """The summary of a run from its lines and what is known besides, and the first validation loss.
 
     None if no step, or no validation, is left.
     """
-    steps, seconds, tokens, collectives, nbytes = 0, 0.0, 0, 0, 0
-    validations = []
-    for line in lines:
-        if "val_loss" in line:
-            validations.append(float(line["val_loss"]))
-        elif "step_s" in line:
-            steps += 1
-            seconds += line["step_s"]
-            tokens = line["tokens"]
-            collectives += line["collectives"]
-            nbytes += line["comm_bytes"]
+    steps = [line for line in lines if "step_s" in line]
+    validations = [float(line["val_loss"]) for line in lines if "val_loss" in line]
     if not (steps and validations):
         return None
-    copy_wait_s = known.pop("copy_wait_s") / steps
-    bytes_per_token = known.pop("bytes_per_token")
-    is_known = bytes_per_token is not None and not known["has_own_loss"]
-    bits = bits_per_byte(validations[-1], bytes_per_token) if is_known else None
-    means = tokens / seconds, collectives / steps, nbytes / steps
-    return Summary(validations[-1], *means, copy_wait_s=copy_wait_s, bits_per_byte=bits, **known), validations[0]
+    seconds, collectives, nbytes = (sum(line[key] for line in steps) for key in ("step_s", "collectives", "comm_bytes"))
+    bits = None if bytes_per_token is None or has_own_loss else bits_per_byte(validations[-1], bytes_per_token)
+    means = steps[-1]["tokens"] / seconds, collectives / len(steps), nbytes / len(steps)
+    return Summary(validations[-1], *means, peak_bytes, bits, has_own_loss), validations[0]
 
 
 class RunLog:
@@ -142,7 +121,7 @@ class RunLog:
     ) -> None:
         self._folder = folder
         self._config = config
-        self._units = {"bytes_per_token": bytes_per_token, "has_own_loss": has_own_loss}
+        self._units: dict[str, Any] = {"bytes_per_token": bytes_per_token, "has_own_loss": has_own_loss}
         self._num_steps = config["options"]["steps"]
         self._path = folder / METRICS
         kept = [line for line in read_lines(self._path) if done and line["step"] <= done]
@@ -188,12 +167,10 @@ class RunLog:
         """Show that the checkpoint of ``step`` is being saved, in the background."""
         self.say(f"{self._at(step)}  saving a checkpoint")
 
-    def finish(self, peak_bytes: tuple[int, ...], places: StateBytes, copy_wait_s: float) -> None:
+    def finish(self, peak_bytes: tuple[int, ...]) -> None:
         """Write and print the summary, and draw the run; must be the last call."""
-        sizes = {f"{each.name}_bytes": getattr(places, each.name) for each in fields(places)}
-        found = summarize(
-            read_lines(self._path), peak_bytes=peak_bytes, copy_wait_s=copy_wait_s, **sizes, **self._units
-        )
+        lines = list(read_lines(self._path))
+        found = summarize(lines, peak_bytes, **self._units)
         if found is None:  # all steps were done before, and their lines are lost
             self._write({"summary": {}})
             self.say(f"no summary       {METRICS} has lost the steps of this run")
@@ -202,7 +179,7 @@ class RunLog:
         self._write({"summary": asdict(summary)})
         self._bar.close()
         stride = max(1, self._num_steps // _MAX_SHOWN)
-        shown = [line for line in read_lines(self._path) if "val_loss" in line or line["step"] % stride == 0]
+        shown = [line for line in lines if "val_loss" in line or line["step"] % stride == 0]
         draw_run(self._folder / PICTURE, run_title(self._config), shown, summary)
         for line in summary.lines(first_val_loss):
             self.say(line)
@@ -280,9 +257,7 @@ def _tracked(entry: Mapping[str, Any]) -> dict[str, float]:
         **{"collectives": "communication/collectives", "comm_bytes": "communication/bytes"},
     }
     sent = {name: entry[key] for key, name in names.items() if entry[key] is not None}
-    for key, kind in (("mem_bytes", "memory"), ("state_bytes", "state")):
-        sent |= {f"{kind}/rank_{rank}": nbytes for rank, nbytes in enumerate(entry[key])}
-    return sent
+    return sent | {f"memory/rank_{rank}": nbytes for rank, nbytes in enumerate(entry["mem_bytes"])}
 
 
 class _TensorBoard:

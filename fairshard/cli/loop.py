@@ -16,6 +16,7 @@ import contextlib
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -28,10 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from fairshard.checkpoint import Checkpointer, Preemption, on_preemption
+from fairshard.checkpoint import Checkpointer, on_preemption
 from fairshard.cli.data import Data, DataPlan, check_tokens, plan_data, read_data
 from fairshard.cli.log import RunLog, StepMetrics
-from fairshard.cli.model import Sharded, build_model, logits_of, planned_task
+from fairshard.cli.model import Task, build_model, logits_of, planned_task
 from fairshard.cli.options import OptionError, TrainingStopped, TrainOptions, printable, refused
 from fairshard.cli.ranks import Ranks, default_threads
 from fairshard.cli.runs import (
@@ -91,9 +92,9 @@ def check_options(options: TrainOptions, ranks: Ranks) -> DataPlan:
     Raises:
         OptionError: the first problem found.
     """
-    wanted = {"matplotlib": "'fairshard[cli]'", "tqdm": "'fairshard[cli]'"}
-    for name, what in (wanted | ({} if options.log is None else {options.log: options.log})).items():
+    for name in filter(None, ("matplotlib", "tqdm", options.log)):
         if importlib.util.find_spec(name) is None:
+            what = options.log if name == options.log else "'fairshard[cli]'"
             raise OptionError(f"{name} must be installed. Run: pip install {what}")
     kind, share = options.device_type, ranks.size * options.accumulate
     if options.batch_size < share:
@@ -125,9 +126,62 @@ def train_here(options: TrainOptions, plan: DataPlan, on_step: OnStep | None = N
     Creates the process group if there is none, and leaves it.
     """
     ranks = Ranks.here()
-    with on_preemption(None, signals=options.stop_signals, grace=options.grace) as preemption:
+    with contextlib.ExitStack() as stack:
+        preemption = stack.enter_context(on_preemption(None, signals=options.stop_signals, grace=options.grace))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("error", "All ranks should begin with the same weights")
         device = join(options, ranks)
-        return _train(options, ranks, plan, device, preemption, on_step)
+        task = build_model(options, device)
+        own = make_run_folder(options.out) if ranks.rank == 0 else None
+        began = read_config(own) if own is not None and (own / CONFIG).exists() else None
+        found: tuple[Path, dict[str, Any] | None] = gather_objects((own, began), host_group())[0]
+        folder, began = found
+        every = options.save_every or sys.maxsize
+        checkpointer = Checkpointer(folder / CHECKPOINTS, every=every, keep_last=options.keep_last)
+        checkpointer.preemption = preemption
+        checkpointer.lock()
+        tokenizer = _tokenizer(options, plan)
+        data = read_data(plan, folder, ranks.rank, options.context, tokenizer)
+        entry = gather_objects(data.entry() if ranks.rank == 0 else {}, host_group())[0]
+        if began is not None and began.get("data", entry) != entry:
+            raise TrainingStopped(
+                f"the run in {folder} began with other data: {began['data']}, but has {entry}. Restore them."
+            )
+        trainer = Trainer(task, data, options, ranks, device)
+        done = _load(checkpointer, trainer, options) if began is not None else 0
+        log = None
+        if ranks.rank == 0:
+            log = _begin(options, ranks, plan, (task, data), folder, done)
+            stack.callback(log.close)
+        for step in range(done + 1 if done else 0, options.steps + 1):
+            if step:
+                title = f"fairshard train, {folder.name}, step {step}"
+                paths = folder / "trace.json", folder / "trace.png"
+                is_traced = step == options.trace
+                with timeline(task.model, *paths, title=title) if is_traced else contextlib.nullcontext():
+                    metrics = trainer.step(step)
+                if log:
+                    log.step(metrics)
+                if on_step is not None:
+                    on_step(metrics)
+            if step % options.eval_every == 0 or step == options.steps:
+                val_loss = trainer.validate(step)
+                if log:
+                    log.validation(step, val_loss)
+            is_saved = step > 0 and checkpointer.maybe_save(step, *trainer.saved())
+            if step == options.steps and options.save_every and not is_saved:
+                checkpointer.save(step, *trainer.saved())
+                is_saved = True
+            if log and is_saved:
+                log.saving(step)
+        checkpointer.close()
+        peaks = tuple(int(peak) for (peak,) in gather_scalars([peak_memory(device)], device=device))
+        written = sample(task, data, options, tokenizer, device) if options.sample else None
+        if log:
+            log.finish(peaks)
+            if written is not None:
+                log.say(written)
+    return folder
 
 
 def join(options: TrainOptions, ranks: Ranks) -> torch.device:
@@ -148,68 +202,6 @@ def join(options: TrainOptions, ranks: Ranks) -> torch.device:
     return device
 
 
-def _train(
-    options: TrainOptions,
-    ranks: Ranks,
-    plan: DataPlan,
-    device: torch.device,
-    preemption: Preemption,
-    on_step: OnStep | None,
-) -> Path:
-    sharded = build_model(options, device)
-    own = make_run_folder(options.out) if ranks.rank == 0 else None
-    begun = own is not None and (own / CONFIG).exists()
-    found: tuple[Path, bool] = gather_objects((own, begun), host_group())[0]
-    folder, begun = found
-    checkpointer = Checkpointer(
-        folder / CHECKPOINTS, every=options.save_every or sys.maxsize, keep_last=options.keep_last
-    )
-    checkpointer.preemption = preemption
-    checkpointer.lock()
-    tokenizer = _tokenizer(options, plan)
-    data = read_data(plan, folder, ranks.rank, options.context, tokenizer)
-    _check_data(data, folder, ranks.rank)
-    trainer = Trainer(sharded, data, options, ranks, device)
-    done = _load(checkpointer, trainer, options) if begun else 0
-    with contextlib.ExitStack() as stack:
-        log = None
-        if ranks.rank == 0:
-            log = _begin(options, ranks, plan, (sharded, data), folder, done)
-            stack.callback(log.close)
-        for step in range(done + 1 if done else 0, options.steps + 1):
-            if step:
-                with _traced(sharded, folder, step) if step == options.trace else contextlib.nullcontext():
-                    metrics = trainer.step(step)
-                if log:
-                    log.step(metrics)
-                if on_step is not None:
-                    on_step(metrics)
-            if step % options.eval_every == 0 or step == options.steps:
-                val_loss = trainer.validate(step)
-                if log:
-                    log.validation(step, val_loss)
-            is_saved = step > 0 and checkpointer.maybe_save(step, *trainer.saved())
-            if step == options.steps and options.save_every and not is_saved:
-                checkpointer.save(step, *trainer.saved())
-                is_saved = True
-            if log and is_saved:
-                log.saving(step)
-        checkpointer.close()
-        peaks = tuple(int(peak) for (peak,) in gather_scalars([peak_memory(device)], device=device))
-        written = sample(sharded, data, options, tokenizer, device) if options.sample else None
-        if log:
-            log.finish(peaks, trainer.places, trainer.copy_wait_s)
-            if written is not None:
-                log.say(written)
-    return folder
-
-
-def _traced(sharded: Sharded, folder: Path, step: int) -> contextlib.AbstractContextManager[None]:
-    """Observe the model in the context, and draw the events of all ranks into ``folder``. **Collective.**"""
-    title = f"fairshard train, {folder.name}, step {step}"
-    return timeline(sharded.model, folder / "trace.json", folder / "trace.png", title=title)
-
-
 def _tokenizer(options: TrainOptions, plan: DataPlan, vocab_size: int | None = None) -> Any | None:
     """The tokenizer that makes tokens of a text; None if they are bytes, or ready."""
     if options.hf is None or not plan.is_text:
@@ -217,18 +209,6 @@ def _tokenizer(options: TrainOptions, plan: DataPlan, vocab_size: int | None = N
     from fairshard.cli import hugging_face
 
     return hugging_face.tokenizer_beside(options.hf, vocab_size)
-
-
-def _check_data(data: Data, folder: Path, rank: int) -> None:
-    """Raise on all ranks if the run in ``folder`` began with other data. **Collective.**"""
-    problem = None
-    if rank == 0 and (folder / CONFIG).exists():
-        began, found = read_config(folder).get("data"), data.entry()
-        if began not in (None, found):
-            problem = f"the run in {folder} began with other data: {began}, but has {found}. Restore them."
-    problem = gather_objects(problem, host_group())[0]
-    if problem is not None:
-        raise TrainingStopped(problem)
 
 
 def _load(checkpointer: Checkpointer, trainer: Trainer, options: TrainOptions) -> int:
@@ -239,11 +219,11 @@ def _load(checkpointer: Checkpointer, trainer: Trainer, options: TrainOptions) -
 
 
 def _begin(
-    options: TrainOptions, ranks: Ranks, plan: DataPlan, built: tuple[Sharded, Data], folder: Path, done: int
+    options: TrainOptions, ranks: Ranks, plan: DataPlan, built: tuple[Task, Data], folder: Path, done: int
 ) -> RunLog:
     """Print the setup of a run that goes on after step ``done``, and open its files; on rank 0 only."""
-    sharded, data = built
-    task, rows = sharded.task, unit_table(sharded.model)
+    task, data = built
+    rows = unit_table(task.model)
     if options.hf is not None:
         from fairshard.cli import hugging_face
 
@@ -263,24 +243,24 @@ def _begin(
     }
     log = RunLog(folder, config, done, data.bytes_per_token, task.has_own_loss)
     write_config(folder, config)  # after the lines of an earlier end are dropped
-    log.say(
+    random = ", ".join(task.random[:3])
+    lines = [
         f"fairshard {__version__}: world size {ranks.size} on {options.device_type} over {config['backend']}, "
-        f"{config['threads']} threads each"
-    )
-    sizes = f"{entry['train_tokens']:,} tokens to train on, {entry['validation_tokens']:,} to validate on"
-    log.say(f"data   {plan.source}: {sizes}")
-    log.say(f"model  {name}: {numel:,} parameters, computing in {options.precision} through {options.engine}")
-    if task.random:
-        names = ", ".join(task.random[:3])
-        log.say(f"warning: {options.hf} lacks {len(task.random)} weights, which start at random: {names} ...")
-    log.say(f"run    {folder}" + (f", resumed after step {done}" if done else ""))
-    for line in unit_lines(rows):
+        f"{config['threads']} threads each",
+        f"data   {plan.source}: {entry['train_tokens']:,} tokens to train on, "
+        f"{entry['validation_tokens']:,} to validate on",
+        f"model  {name}: {numel:,} parameters, computing in {options.precision} through {options.engine}",
+        random and f"warning: {options.hf} lacks {len(task.random)} weights, which start at random: {random} ...",
+        f"run    {folder}" + (f", resumed after step {done}" if done else ""),
+        *unit_lines(rows),
+    ]
+    for line in filter(None, lines):
         log.say(line)
     return log
 
 
 @torch.no_grad()
-def sample(sharded: Sharded, data: Data, options: TrainOptions, tokenizer: Any | None, device: torch.device) -> str:
+def sample(task: Task, data: Data, options: TrainOptions, tokenizer: Any | None, device: torch.device) -> str:
     """The start of the validation text, and how the model goes on, drawn at temperature 0.8. **Collective.**
 
     Every rank draws for itself; they call the model equally often. Models whose output is not logits are not asked.
@@ -288,16 +268,15 @@ def sample(sharded: Sharded, data: Data, options: TrainOptions, tokenizer: Any |
     length = min(_PROMPT, options.context)
     tokens = torch.from_numpy(data.validation[np.arange(length)]).to(device).unsqueeze(0)
     random = torch.Generator(device).manual_seed(options.seed)
-    was_training = sharded.model.training
-    sharded.model.eval()
+    task.model.eval()
     for _ in range(options.sample):
         seen = tokens[:, -options.context :]
-        logits = logits_of(sharded.model, seen)
+        logits = logits_of(task.model, seen)
         if not isinstance(logits, Tensor) or logits.shape[:2] != seen.shape or logits.dim() != 3:
             return "sample           none: the model's output is not logits [rows, length, vocabulary]"
         weights = torch.softmax(logits[:, -1].float() / _TEMPERATURE, -1)
         tokens = torch.cat([tokens, torch.multinomial(weights, 1, generator=random)], 1)
-    sharded.model.train(was_training)
+    task.model.train()
 
     def text_of(ids: Sequence[int]) -> str:
         if tokenizer is not None:
@@ -307,7 +286,5 @@ def sample(sharded: Sharded, data: Data, options: TrainOptions, tokenizer: Any |
         return bytes(token % 256 for token in ids).decode("utf-8", errors="replace")
 
     prompt, written = (text_of(part) for part in (tokens[0, :length].tolist(), tokens[0, length:].tolist()))
-    lines = [printable(line) for line in f"{prompt}|{written}".split("\n")]
-    return "\n".join(
-        ["sample           the text before | is given, the rest is the model's", *(f"  {x}" for x in lines)]
-    )
+    lines = ["sample           the text before | is given, the rest is the model's"]
+    return "\n".join([*lines, *(f"  {printable(line)}" for line in f"{prompt}|{written}".split("\n"))])

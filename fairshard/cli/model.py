@@ -22,7 +22,7 @@ import importlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,8 +37,6 @@ from fairshard.nn import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecis
 from fairshard.nn.wrap import ModuleWrapPolicy, lambda_auto_wrap_policy, size_based_auto_wrap_policy
 from fairshard.optim.grad_norm import clip_grad_norm_
 from fairshard.planning.choice import Chooser, ModuleTree
-from fairshard.utils.collectives import gather_objects
-from fairshard.utils.groups import host_group
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 """A loss of the model and the tokens ``[rows, context + 1]``."""
@@ -46,7 +44,7 @@ Loss = Callable[[nn.Module, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """A plain model, its loss, and a name for the log.
+    """A model, its loss, and a name for the log; the methods are for a model that has been sharded.
 
     ``vocab_size`` is None if it is unknown. ``random`` are the names of weights that the folder of ``--hf`` lacks.
     ``has_own_loss``: the loss is the user's, in unknown units; otherwise it is in nats per token.
@@ -58,6 +56,31 @@ class Task:
     vocab_size: int | None = None
     random: tuple[str, ...] = ()
     has_own_loss: bool = False
+
+    @property
+    def has_fused_kernels(self) -> bool:
+        """Whether torch's fused optimizers can step the parameters: DTensors have none."""
+        return isinstance(self.model, FullyShardedDataParallel)
+
+    @contextlib.contextmanager
+    def unreduced(self) -> Iterator[None]:
+        """Accumulate full gradients in a backward, without communication."""
+        if isinstance(self.model, FullyShardedDataParallel):
+            with self.model.no_sync():
+                yield
+            return
+        model: Any = self.model
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+    def clip(self, max_norm: float) -> float:
+        """Clip the gradients; returns their norm over all ranks. **Collective.**"""
+        if isinstance(self.model, FullyShardedDataParallel):
+            return float(self.model.clip_grad_norm_(max_norm))
+        return float(clip_grad_norm_([unit for _, unit in units_below(self.model)], max_norm, 2.0))
 
 
 def logits_of(model: nn.Module, tokens: Tensor, **options: Any) -> Tensor:
@@ -195,57 +218,19 @@ def _repeated(module: nn.Module) -> list[nn.Module]:
     return [block for child in children for block in _repeated(child)]
 
 
-class Sharded:
-    """A sharded ``model``, the ``task`` that it came from, and what differs between the entry points."""
-
-    def __init__(self, model: nn.Module, task: Task) -> None:
-        self.model = model
-        self.task = task
-
-    @property
-    def has_fused_kernels(self) -> bool:
-        """Whether torch's fused optimizers can step the parameters: DTensors have none."""
-        return isinstance(self.model, FullyShardedDataParallel)
-
-    @contextlib.contextmanager
-    def unreduced(self) -> Iterator[None]:
-        """Accumulate full gradients in a backward, without communication."""
-        if isinstance(self.model, FullyShardedDataParallel):
-            with self.model.no_sync():
-                yield
-            return
-        model: Any = self.model
-        model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(True)
-
-    def clip(self, max_norm: float) -> float:
-        """Clip the gradients; returns their norm over all ranks. **Collective.**"""
-        if isinstance(self.model, FullyShardedDataParallel):
-            return float(self.model.clip_grad_norm_(max_norm))
-        return float(clip_grad_norm_([unit for _, unit in units_below(self.model)], max_norm, 2.0))
-
-
-def build_model(options: TrainOptions, device: torch.device) -> Sharded:
+def build_model(options: TrainOptions, device: torch.device) -> Task:
     """Build the model and shard it: one unit for each module that the policy chooses, and one for the rest.
 
     **Collective.**
 
     Raises:
-        TrainingStopped: the model is not what the options need, or differs between ranks.
+        TrainingStopped: the model is not what the options need.
     """
-    try:
+    with refused("", OptionError, becomes=TrainingStopped):
         task = make_task(options)
         policy = policy_of(options.policy, task.model)
-    except OptionError as error:
-        raise TrainingStopped(str(error)) from error
-    if options.factory is not None:
-        _check_alike(task, options.factory)
-    module = task.model.to(device)
     shard = _wrapped if options.engine == "wrapper" else _in_place
-    return Sharded(shard(module, policy, options), task)
+    return replace(task, model=shard(task.model.to(device), policy, options))
 
 
 def _wrapped(module: nn.Module, policy: Any, options: TrainOptions) -> nn.Module:
@@ -275,19 +260,3 @@ def _in_place(module: nn.Module, policy: Any, options: TrainOptions) -> nn.Modul
     # As in the wrapper, the outermost unit stays gathered between forward and backward.
     fully_shard(module, reshard_after_forward=None if options.reshard_after_forward else False, **settings)
     return module
-
-
-def _check_alike(task: Task, factory: str) -> None:
-    """Raise if the function has not built the same weights on every rank. **Collective.**"""
-    own = {}
-    for name, param in task.model.named_parameters():
-        values = param.detach().double()
-        own[name] = list(param.shape), float(values.sum()), float(values.abs().sum())
-    first, *others = gather_objects(own, host_group())
-    for rank, other in enumerate(others, start=1):
-        differing = [name for name in first.keys() | other.keys() if first.get(name) != other.get(name)]
-        if differing:
-            raise TrainingStopped(
-                f"--factory {factory} must build the same weights on every rank, but `{min(differing)}` differs on "
-                f"rank {rank}. Draw them from torch's generator, which is seeded with --seed, or load them from a file."
-            )

@@ -39,12 +39,14 @@ class TrainingStopped(FairshardError):
 
 
 @contextlib.contextmanager
-def refused(prefix: str, *kinds: type[BaseException]) -> Iterator[None]:
-    """Turn errors of ``kinds`` into `OptionError`: what the user gave has caused them."""
+def refused(
+    prefix: str, *kinds: type[BaseException], becomes: type[OptionError | TrainingStopped] = OptionError
+) -> Iterator[None]:
+    """Turn errors of ``kinds`` into `OptionError`, or ``becomes``: what the user gave has caused them."""
     try:
         yield
     except kinds as error:
-        raise OptionError(f"{prefix}{error}") from error
+        raise becomes(f"{prefix}{error}") from error
 
 
 def one_line(text: str) -> str:
@@ -249,32 +251,12 @@ class TrainOptions:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> TrainOptions:
         """The options with ``values`` as a parser or a JSON file has them; names of other versions are left out."""
-        found = {each.name: values[each.name] for each in fields(cls) if each.name in values}
-        for each in fields(cls):
-            value = found.get(each.name)
-            if each.metadata["kind"] is Path and value is not None:
-                is_many = isinstance(value, (list, tuple))
-                found[each.name] = tuple(map(Path, value)) if is_many else Path(value)
-        return cls(**found)
+        return cls(**{each.name: _typed(each, values[each.name]) for each in fields(cls) if each.name in values})
 
     def given(self) -> dict[str, Any]:
         """The options that are not the default."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in values.items() if value != getattr(TrainOptions, name)}
-
-    def line(self) -> list[str]:
-        """The flags of a command line that gives these options, also those that are the default."""
-        words: list[str] = []
-        for name, value in ((each.name, getattr(self, each.name)) for each in fields(self)):
-            if value is None:
-                continue
-            if isinstance(value, bool):
-                words.append(flag(name) if value else flag(f"no_{name}"))
-            elif isinstance(value, tuple):
-                words += [flag(name), *map(str, value)]
-            else:
-                words.append(f"{flag(name)}={value}")
-        return words
 
 
 def flag(name: str) -> str:
@@ -313,6 +295,13 @@ def check_policy(text: str) -> int:
     if text not in ("none", "blocks") and not (kind == "class" and value):
         raise OptionError(f"--policy must be size:N, class:NAME, blocks or none, but is {text}.")
     return 0
+
+
+def _typed(option: Field[Any], value: Any) -> Any:
+    """``value`` of an option, which in a JSON file has text for each path."""
+    if option.metadata["kind"] is not Path or value is None:
+        return value
+    return tuple(map(Path, value)) if isinstance(value, (list, tuple)) else Path(value)
 
 
 def _check(option: Field[Any], value: Any) -> None:

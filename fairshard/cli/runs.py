@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -16,7 +17,6 @@ import numpy as np
 import torch
 
 from fairshard.cli.options import OptionError, TrainOptions, flag, refused
-from fairshard.cli.ranks import Ranks
 from fairshard.version import __version__
 
 CHECKPOINTS, METRICS, CONFIG, PICTURE = "checkpoints", "metrics.jsonl", "config.json", "run.png"
@@ -41,7 +41,9 @@ def chosen_options(given: Mapping[str, Any]) -> TrainOptions:
     folder = asked.out or (_newest_run() if is_resumed else None)
     if folder is None or not (is_resumed or (folder / CONFIG).exists()):
         return asked
-    saved = _read_options(folder)
+    config = read_config(folder)
+    with refused(f"the run cannot be continued: {folder / CONFIG} cannot be read: ", *_READING):
+        saved = TrainOptions.of({**config["options"], "out": folder})
     chosen = {name: getattr(asked, name) for name in (given if is_resumed else asdict(asked))}
     for name, value in chosen.items():
         if name not in _FREE and value != getattr(saved, name):
@@ -60,9 +62,7 @@ def chosen_options(given: Mapping[str, Any]) -> TrainOptions:
             "beyond, or start a new run."
         )
     free = {name: value for name, value in chosen.items() if name in _FREE}
-    if Ranks.from_environment() is not None:
-        free |= {"nproc": asked.nproc, "max_restarts": asked.max_restarts}  # the launcher decides both
-    elif asked.resume_from is not None:
+    if asked.resume_from is not None:
         free |= {"max_restarts": 0}  # the two exclude each other
     longer = {"lr_steps": saved.lr_steps if steps == saved.steps else saved.schedule_steps}
     fixed = {"steps": steps, "out": folder, "resume": True, "resume_from": asked.resume_from}
@@ -90,12 +90,10 @@ def make_run_folder(out: Path | None) -> Path:
     number = 1
     while True:
         folder = Path("runs", name if number == 1 else f"{name}-{number}")
-        try:
+        with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        else:
             return folder
+        number += 1
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -176,9 +174,3 @@ def _newest_run() -> Path:
     if not runs:
         raise OptionError("--resume needs a run, but runs/ here holds none. Pass its folder with --out.")
     return max(runs, key=lambda folder: (folder / CONFIG).stat().st_mtime)
-
-
-def _read_options(folder: Path) -> TrainOptions:
-    config = read_config(folder)
-    with refused(f"the run cannot be continued: {folder / CONFIG} cannot be read: ", *_READING):
-        return TrainOptions.of({**config["options"], "out": folder})

@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from fairshard.checks.histories import compare_ranks
 from fairshard.cli.data import Data, Ids
 from fairshard.cli.log import StepMetrics
-from fairshard.cli.model import Sharded
+from fairshard.cli.model import Task
 from fairshard.cli.options import TrainingStopped, TrainOptions
 from fairshard.cli.ranks import Ranks
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
-from fairshard.planning.summary import StateBytes, copy_wait_s, state_bytes
 from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.device import memory_allocated
 from fairshard.utils.messages import gather_scalars
@@ -38,14 +37,14 @@ def learning_rate(options: TrainOptions, step: int) -> float:
     return options.lr * (_FINAL_LR + (1 - _FINAL_LR) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def make_optimizer(sharded: Sharded, options: TrainOptions) -> torch.optim.Optimizer:
+def make_optimizer(task: Task, options: TrainOptions) -> torch.optim.Optimizer:
     """The optimizer that ``options`` name, with torch's fused kernel if it can step the parameters."""
-    params, fused = [param for param in sharded.model.parameters() if param.requires_grad], sharded.has_fused_kernels
+    params, fused = [param for param in task.model.parameters() if param.requires_grad], task.has_fused_kernels
     if options.optimizer == "sgd":
         return torch.optim.SGD(params, lr=options.lr, momentum=0.9, weight_decay=options.weight_decay, fused=fused)
     settings: dict[str, Any] = {"lr": options.lr, "betas": (0.9, 0.95), "weight_decay": options.weight_decay}
     if options.optimizer == "cpu-adamw":
-        return CPUOptimizer(sharded.model, torch.optim.AdamW, num_threads=options.threads, **settings)
+        return CPUOptimizer(task.model, torch.optim.AdamW, num_threads=options.threads, **settings)
     return torch.optim.AdamW(params, fused=fused, **settings)
 
 
@@ -56,35 +55,17 @@ class Batches:
     in the data of all of them; each keeps its own rows. Shares differ by one row where the batch does not divide.
     """
 
-    def __init__(self, ids: Ids, options: TrainOptions, ranks: Ranks, vocab_size: int | None = None) -> None:
-        self._ids = ids
-        self._vocab_size = vocab_size
-        self._options = options
-        self._ranks = ranks
-        self._generator = np.random.default_rng(options.seed)
+    def __init__(self, ids: Ids, options: TrainOptions, ranks: Ranks) -> None:
+        self.generator = np.random.default_rng(options.seed)
+        self._ids, self._options, self._ranks = ids, options, ranks
 
     def next(self) -> list[NDArray[np.int64]]:
-        """This rank's part of the next batch: one ``[rows, context + 1]`` for each pass.
-
-        Raises:
-            TrainingStopped: the model does not know a token.
-        """
+        """This rank's part of the next batch: one ``[rows, context + 1]`` for each pass."""
         options = self._options
-        starts = self._generator.integers(0, len(self._ids) - options.context, options.batch_size)
+        starts = self.generator.integers(0, len(self._ids) - options.context, options.batch_size)
         passes = np.array_split(starts, options.accumulate)
         share = [np.array_split(part, self._ranks.size)[self._ranks.rank] for part in passes]
-        found = [self._ids.windows(part, options.context) for part in share]
-        if self._vocab_size is not None:
-            check_known(found, self._vocab_size)
-        return found
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of the generator that draws the batches."""
-        return {"generator": json.dumps(self._generator.bit_generator.state)}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continue from a saved state."""
-        self._generator.bit_generator.state = json.loads(saved["generator"])
+        return [self._ids.windows(part, options.context) for part in share]
 
 
 def even_starts(length: int, context: int, count: int = VALIDATION_WINDOWS) -> NDArray[np.int64]:
@@ -92,19 +73,18 @@ def even_starts(length: int, context: int, count: int = VALIDATION_WINDOWS) -> N
     return np.linspace(0, length - context - 1, count).astype(np.int64)
 
 
-def check_known(batches: list[NDArray[np.int64]], vocab_size: int) -> None:
-    """Check that a model of ``vocab_size`` tokens knows those of ``batches``.
+def check_known(batch: NDArray[np.int64], vocab_size: int) -> None:
+    """Check that a model of ``vocab_size`` tokens knows those of a batch.
 
     Raises:
         TrainingStopped: it does not.
     """
-    for batch in batches:
-        if batch.size and not 0 <= batch.min() <= batch.max() < vocab_size:
-            bad = batch.min() if batch.min() < 0 else batch.max()
-            raise TrainingStopped(
-                f"a token must be at least 0 and below the model's vocabulary of {vocab_size}, but one of the data is "
-                f"{bad}. Pass tokens of this model's tokenizer."
-            )
+    if batch.size and not 0 <= batch.min() <= batch.max() < vocab_size:
+        bad = batch.min() if batch.min() < 0 else batch.max()
+        raise TrainingStopped(
+            f"a token must be at least 0 and below the model's vocabulary of {vocab_size}, but one of the data is "
+            f"{bad}. Pass tokens of this model's tokenizer."
+        )
 
 
 class Trainer:
@@ -112,30 +92,18 @@ class Trainer:
 
     def __init__(
         self,
-        sharded: Sharded,
+        task: Task,
         data: Data,
         options: TrainOptions,
         ranks: Ranks,
         device: torch.device,
     ) -> None:
-        self.model: nn.Module = sharded.model
-        self._sharded = sharded
-        self._options = options
-        self._ranks = ranks
-        self._device = device
-        self._batches = Batches(data.train, options, ranks, sharded.task.vocab_size)
-        rows = max(1, options.batch_size // (ranks.size * options.accumulate))
-        starts = even_starts(len(data.validation), options.context)[ranks.rank :: ranks.size]
-        self._num_validations = -(-len(starts) // rows)
-        own = data.validation.windows(starts if len(starts) else np.zeros(1, np.int64), options.context)
-        if sharded.task.vocab_size is not None:
-            check_known([own], sharded.task.vocab_size)
-        self._validation = [own[first : first + rows] for first in range(0, len(own), rows)]
-        most = len(range(0, VALIDATION_WINDOWS, ranks.size))
-        self._most_validations = len(range(0, most, rows))
-        self._optimizer = make_optimizer(sharded, options)
+        self.model = task.model
+        self._task, self._data, self._options = task, data, options
+        self._ranks, self._device = ranks, device
+        self._batches = Batches(data.train, options, ranks)
+        self._optimizer = make_optimizer(task, options)
         self._scaler = ShardedGradScaler(device.type, growth_interval=200, enabled=options.precision == "fp16")
-        self.places = StateBytes(0, 0, 0)
         self._tokens = 0
 
     def step(self, step: int) -> StepMetrics:
@@ -150,9 +118,7 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         local_loss = self._backward()
-        own = state_bytes(self.model, self._optimizer)
-        state = own.device + own.pinned + own.pageable
-        by_rank = gather_scalars([local_loss, memory_allocated(self._device), state], device=self._device)
+        by_rank = gather_scalars([local_loss, memory_allocated(self._device)], device=self._device)
         loss = math.fsum(entry[0] for entry in by_rank) / self._ranks.size
         self._check_loss(f"at step {step}", [entry[0] for entry in by_rank])
         grad_norm = self._update(step)
@@ -171,7 +137,6 @@ class Trainer:
             mem_bytes=tuple(int(entry[1]) for entry in by_rank),
             collectives=sum(number for number, _ in counted),
             comm_bytes=sum(nbytes for _, nbytes in counted),
-            state_bytes=tuple(int(entry[2]) for entry in by_rank),
         )
 
     def saved(self) -> tuple[Any, ...]:
@@ -180,29 +145,33 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """State of the batches and the token count."""
-        return {"batches": self._batches.state_dict(), "tokens": self._tokens}
+        state = json.dumps(self._batches.generator.bit_generator.state)
+        return {"batches": {"generator": state}, "tokens": self._tokens}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore a saved state."""
-        self._batches.load_state_dict(saved["batches"])
+        self._batches.generator.bit_generator.state = json.loads(saved["batches"]["generator"])
         self._tokens = saved["tokens"]
 
     @torch.no_grad()
     def validate(self, step: int) -> float:
         """Mean loss over windows spread evenly over the validation text, the same windows every time.
 
-        Ranks may have different numbers of batches, and the last batch may be smaller. A rank that has fewer computes
-        its last one again, because every rank must gather the weights equally often.
+        All ranks have as many batches, because they gather the weights equally often, though not as many windows. A
+        rank without a window for a batch computes the first one again, for nothing.
 
         Raises:
             TrainingStopped: the loss is not finite.
         """
+        options, size, text = self._options, self._ranks.size, self._data.validation
+        starts = even_starts(len(text), options.context)
+        rows = max(1, options.batch_size // (size * options.accumulate))
+        num_batches = -(-len(starts[::size]) // rows)
         self.model.eval()
         losses = []
-        for number in range(self._most_validations):
-            batch = self._validation[min(number, len(self._validation) - 1)]
-            loss = self._loss(batch).item()
-            losses.append(len(batch) * loss if number < self._num_validations else 0.0)
+        for own in np.array_split(starts[self._ranks.rank :: size], num_batches):
+            windows = text.windows(own if len(own) else starts[:1], options.context)
+            losses.append(len(own) * self._loss(windows).item())
         total = math.fsum(losses)
         self.model.train()
         by_rank = gather_scalars([total], device=self._device)
@@ -214,9 +183,11 @@ class Trainer:
         """Mean loss over ``[rows, context + 1]``.
 
         Raises:
-            TrainingStopped: the user's own loss is no 0-d tensor, or without a gradient.
+            TrainingStopped: the model does not know a token; the user's own loss is no 0-d tensor, or has no gradient.
         """
-        task = self._sharded.task
+        task = self._task
+        if task.vocab_size is not None:
+            check_known(batch, task.vocab_size)
         loss = task.loss(self.model, torch.from_numpy(batch).to(self._device))
         problem = ""
         if not isinstance(loss, Tensor):
@@ -243,7 +214,7 @@ class Trainer:
         for number, batch in enumerate(batches, start=1):
             # Only the last pass reduces. The others accumulate full gradients: W times the memory, no bytes sent.
             last = number == len(batches)
-            with contextlib.nullcontext() if last else self._sharded.unreduced():
+            with contextlib.nullcontext() if last else self._task.unreduced():
                 # Gradients are means over ranks, so a rank's loss weighs as its rows to an even share of the batch.
                 loss = self._loss(batch) / (even_rows / len(batch))
                 self._scaler.scale(loss).backward()
@@ -253,21 +224,14 @@ class Trainer:
     def _update(self, step: int) -> float | None:
         """Clip and step the optimizer; return the gradient norm, or None if fp16 gradients overflowed."""
         self._scaler.unscale_(self._optimizer)
-        norm = self._sharded.clip(self._options.clip or math.inf)
+        norm = self._task.clip(self._options.clip or math.inf)
         finite = math.isfinite(norm)
         if not finite and not (self._scaler.is_enabled() and self._scaler.get_scale() > 1):
             raise TrainingStopped(f"the gradient norm is {norm} at step {step}. Lower --lr or --clip.")
         self._scaler.step(self._optimizer)
         self._scaler.update()
-        if step == self._options.steps:
-            self.places = state_bytes(self.model, self._optimizer)
         self._optimizer.zero_grad()
         return norm if finite else None
-
-    @property
-    def copy_wait_s(self) -> float:
-        """Seconds that this rank has waited for copies between host and device."""
-        return copy_wait_s(self.model)
 
     def _check_loss(self, where: str, losses: list[float]) -> None:
         bad = [f"{loss} on rank {rank}" for rank, loss in enumerate(losses) if not math.isfinite(loss)]

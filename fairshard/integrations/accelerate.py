@@ -7,16 +7,17 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from fairshard.checkpoint import load_optimizer
-from fairshard.integrations.torch_names import Replaced, loaded, put_back, require, swap, swapped
+from fairshard.integrations.torch_names import loaded, require, swap, swapped
 from fairshard.nn import (
     FSDPModule,
     FullyShardedDataParallel,
@@ -37,7 +38,8 @@ _LOAD_OPTIMIZER = "load_fsdp_optimizer"
 _OF_MODELS = ("extract_model_from_parallel", "save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer")
 _ASKS = "is_fsdp_managed_module"
 
-_replaced: Replaced = []
+_undo = ExitStack()
+_owners: list[Any] = []  # of what is replaced
 
 
 class AcceleratedFSDP(FullyShardedDataParallel):
@@ -74,7 +76,7 @@ def enable() -> None:
     ``fsdp_version=2`` shards with `fully_shard`. Only accelerate, transformers, peft and trl are affected, and what
     they call while they wrap, save or load a model. A second call does nothing.
     """
-    if _replaced:
+    if _owners:
         return
     _replace(AcceleratorState, "__init__", _init_on_cpu)
     _replace(FullyShardedDataParallelPlugin, "__post_init__", _post_init_on_cpu)
@@ -87,7 +89,8 @@ def enable() -> None:
 
 def disable() -> None:
     """Undo `enable`; models that are already sharded stay so."""
-    put_back(_replaced)
+    _undo.close()
+    _owners.clear()
 
 
 @contextmanager
@@ -101,15 +104,15 @@ def enabled() -> Iterator[None]:
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    original, is_own = getattr(owner, name), name in vars(owner)
-    setattr(owner, name, wraps(original)(make(original)))
-    _replaced.append((owner, name, original if is_own else None))
+    original = getattr(owner, name)
+    _undo.enter_context(mock.patch.object(owner, name, wraps(original)(make(original))))
+    _owners.append(owner)
 
 
 def _replace_functions() -> None:
     """Replace names and functions that loaded modules of the packages have, and have not been replaced before."""
     modules = loaded(PACKAGES)
-    _replaced.extend(swap(modules, NAMES))
+    _undo.enter_context(swap(modules, NAMES))
     makers = {_LOAD_OPTIMIZER: _load_optimizer, _ASKS: _with_ours, **dict.fromkeys(_OF_MODELS, _without_compiled)}
     for module in modules:
         for name, make in makers.items():
@@ -120,7 +123,7 @@ def _replace_functions() -> None:
 def _repair_trainer() -> None:
     """Replace methods of the ``Trainer``, if it is loaded, that do not expect the wrapper."""
     trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
-    if trainer is None or any(owner is trainer for owner, _, _ in _replaced):
+    if trainer is None or trainer in _owners:
         return
     _replace_functions()  # what has been loaded since `enable`
     for name, make in (("get_decay_parameter_names", _clean_names), ("train", _train)):

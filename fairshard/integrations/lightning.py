@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from fairshard.integrations.torch_names import require, swapped
@@ -146,6 +146,6 @@ class _Keeper:
         """Do nothing."""
 
 
-def _ours() -> AbstractContextManager[None]:
+def _ours() -> ExitStack:
     """Inside, Lightning's methods take fairshard's wrapper from ``torch.distributed.fsdp``."""
     return swapped({"FullyShardedDataParallel": FullyShardedDataParallel})

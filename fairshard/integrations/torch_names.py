@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch.distributed.checkpoint.state_dict  # noqa: F401  # otherwise it may be first imported in `swapped`
 
@@ -17,9 +18,6 @@ _SOURCES = (
     "torch.distributed.fsdp.fully_sharded_data_parallel",
     "torch.distributed._composable.fsdp",
 )
-
-Replaced = list[tuple[Any, str, Any]]
-"""Owners, names, and what the owners had there; None if they had nothing of their own."""
 
 
 def torchs_modules() -> list[ModuleType]:
@@ -34,37 +32,20 @@ def loaded(packages: Iterable[str]) -> list[ModuleType]:
     return [module for name, module in modules if isinstance(module, ModuleType) and name.partition(".")[0] in first]
 
 
-def swap(modules: Iterable[ModuleType], names: Mapping[str, Any]) -> Replaced:
-    """Wherever ``modules`` have an object that torch calls by one of ``names``, set the object given."""
+def swap(modules: Iterable[ModuleType], names: Mapping[str, Any]) -> ExitStack:
+    """Wherever ``modules`` have an object that torch calls by one of ``names``, set the object given; until closed."""
     sources = [vars(source) for source in torchs_modules()]
     ours = {id(source[name]): own for source in sources for name, own in names.items() if name in source}
-    replaced: Replaced = []
-    for module in modules:
-        for name, value in list(vars(module).items()):
-            if id(value) in ours:
-                replaced.append((module, name, value))
-                setattr(module, name, ours[id(value)])
-    return replaced
+    found = [(module, name, value) for module in modules for name, value in vars(module).items() if id(value) in ours]
+    stack = ExitStack()
+    for module, name, value in found:
+        stack.enter_context(mock.patch.object(module, name, ours[id(value)]))
+    return stack
 
 
-def put_back(replaced: Replaced) -> None:
-    """Undo, the last first; empties ``replaced``."""
-    while replaced:
-        owner, name, original = replaced.pop()
-        if original is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
-
-
-@contextmanager
-def swapped(names: Mapping[str, Any]) -> Iterator[None]:
+def swapped(names: Mapping[str, Any]) -> ExitStack:
     """Inside, whoever reads ``names`` in ``torch.distributed.fsdp``, by an import too, gets the objects given."""
-    replaced = swap(torchs_modules(), names)
-    try:
-        yield
-    finally:
-        put_back(replaced)
+    return swap(torchs_modules(), names)
 
 
 def require(package: str, *, at_least: str) -> None:

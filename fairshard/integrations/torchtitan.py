@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
-from fairshard.integrations.torch_names import Replaced, loaded, put_back, require, swap, torchs_modules
+from fairshard.integrations.torch_names import loaded, require, swap, torchs_modules
 from fairshard.nn import fully_shard
 
 __all__ = ["disable", "enable", "enabled"]
 
 require("torchtitan", at_least="0.3")
 
-_replaced: Replaced = []
+_enabled: list[ExitStack] = []
 
 
 def enable() -> None:
@@ -21,13 +21,14 @@ def enable() -> None:
     Call it before the trainer is built; torchtitan may have been imported before. Until `disable`, other code that
     imports ``fully_shard`` from ``torch.distributed.fsdp`` gets fairshard's too. A second call does nothing.
     """
-    if not _replaced:
-        _replaced.extend(swap([*loaded(["torchtitan"]), *torchs_modules()], {"fully_shard": fully_shard}))
+    if not _enabled:
+        _enabled.append(swap([*loaded(["torchtitan"]), *torchs_modules()], {"fully_shard": fully_shard}))
 
 
 def disable() -> None:
     """Undo `enable`; models that are already sharded stay so, and modules imported meanwhile keep what they have."""
-    put_back(_replaced)
+    while _enabled:
+        _enabled.pop().close()
 
 
 @contextmanager

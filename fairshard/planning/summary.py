@@ -4,26 +4,18 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch import nn
 
 from fairshard.engine.tree import units_below
-from fairshard.params.rule import GradHome
 from fairshard.utils.layout import FlatLayout
 from fairshard.utils.placed_layout import OwnedLayout
 from fairshard.utils.size_text import size_text
-from fairshard.utils.subclasses import inner_tensors
 from fairshard.utils.table import table
-from fairshard.views.extended_param import ShownExtended
 
 __all__ = [
     "FlatSizes",
-    "StateBytes",
     "UnitRow",
-    "copy_wait_s",
     "large_unit_warning",
-    "state_bytes",
     "unit_lines",
     "unit_row",
     "unit_table",
@@ -75,42 +67,6 @@ class UnitRow:
     grad_nbytes: int
 
 
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes of this rank's shards, gradients and optimizer state, by kind of memory."""
-
-    device: int
-    pinned: int
-    pageable: int
-
-
-def state_bytes(model: nn.Module, optimizer: Optimizer) -> StateBytes:
-    """Bytes of the current state of ``model`` and ``optimizer``, by kind of memory; no communication."""
-    device: list[Tensor] = []
-    host: list[Tensor] = []
-    for _, unit in units_below(model):
-        for flat_param in unit.flat_params:
-            shows, grad, pending = flat_param.shows, flat_param.grad, flat_param.pending
-            values = inner_tensors(shows.local) if isinstance(shows, ShownExtended) else [shows.shard.detach()]
-            (host if shows.on_cpu else device).extend(values)
-            device += [] if flat_param.device_shard is None else [flat_param.device_shard]
-            device += [] if pending is None or pending.shard_sum is None else [pending.shard_sum]
-            if grad is not None:
-                (host if grad.home is GradHome.HOST else device).extend(grad.tensors())
-            states = [optimizer.state.get(stepped.shard, {}) for stepped in flat_param.stepped]
-            moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-            own = [value.to_local() if isinstance(value, DTensor) else value for value in moments]
-            (host if shows.on_cpu else device).extend(own)
-    pinned = sum(tensor.nbytes for tensor in host if tensor.is_pinned())
-    return StateBytes(sum(tensor.nbytes for tensor in device), pinned, sum(tensor.nbytes for tensor in host) - pinned)
-
-
-def copy_wait_s(model: nn.Module) -> float:
-    """Seconds for which the host has waited for copies to and from its memory since ``model`` was first called."""
-    roots = {unit.root for _, unit in units_below(model) if unit.root is not None}
-    return float(sum(root.shared.transfers.waited_s for root in roots))
-
-
 def unit_row(fqn: str, flats: Sequence[FlatSizes]) -> UnitRow:
     """The row of a unit with the flat params ``flats``."""
     return UnitRow(
@@ -124,22 +80,20 @@ def unit_row(fqn: str, flats: Sequence[FlatSizes]) -> UnitRow:
 
 def unit_table(model: nn.Module) -> list[UnitRow]:
     """One row per unit below ``model``, outermost first; no communication."""
-    return [
-        unit_row(
-            fqn,
-            [
-                FlatSizes(
-                    fp.line.layout,
-                    fp.shard.dtype,
-                    fp.compute_dtype_under(unit.rule),
-                    fp.shard.requires_grad,
-                    fp.line.rank,
-                )
-                for fp in unit.flat_params
-            ],
-        )
-        for fqn, unit in units_below(model)
-    ]
+    rows = []
+    for fqn, unit in units_below(model):
+        flats = [
+            FlatSizes(
+                fp.line.layout,
+                fp.shard.dtype,
+                fp.compute_dtype_under(unit.rule),
+                fp.shard.requires_grad,
+                fp.line.rank,
+            )
+            for fp in unit.flat_params
+        ]
+        rows.append(unit_row(fqn, flats))
+    return rows
 
 
 def unit_lines(rows: Sequence[UnitRow]) -> list[str]:

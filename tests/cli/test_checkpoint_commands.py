@@ -172,12 +172,11 @@ def test_names_in_a_checkpoint_cannot_reach_the_terminal(tmp_path, capfd):
 
 
 def test_a_protocol_without_its_package_says_which(capfd, monkeypatch):
-    """``s3://`` needs a package of fsspec's: without it the command says so."""
+    """``s3://`` needs a package of fsspec's: without it the command says so, in one line."""
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    assert main(["inspect", "s3://bucket/run"]) == 1
-    err = capfd.readouterr().err
+    code, _, err = run("inspect s3://bucket/run", capfd)
+    assert (code, err.count("\n")) == (1, 1)
     assert "s3:// needs a package that is not installed" in err
-    assert err.count("\n") == 1
 
 
 def test_inspect_prints_a_table(root, capfd):
@@ -199,19 +198,15 @@ def test_inspect_prints_a_table(root, capfd):
     assert (code, err) == (0, "")
     assert out.startswith(short)
     lines = out.splitlines()
-    table = lines[lines.index("") + 1 :]
-    assert table[0].split() == ["tensor", "shape", "dtype", "pieces", "bytes"]
-    assert [line.split() for line in table[2:5]] == [
+    rows = [line.split() for line in lines[lines.index("") + 1 :]]
+    assert rows[0] == ["tensor", "shape", "dtype", "pieces", "bytes"]
+    assert rows[2:5] == [
         ["model.b", "4", "float32", "1", "16"],
         ["model.emb.weight", "2", "x", "3", "float32", "1", "24"],
         ["model.head.weight", "2", "x", "3", "float32", "1", "24", "tied", "to", "model.emb.weight"],
     ]
-    assert table[6].split() == ["3", "in", "all", "3", "64"]
-    assert (
-        len({line.index(figure) + len(figure) for line, figure in zip(table[2:5], ("16", "24", "24"), strict=True)})
-        == 1
-    )
-    files = {line.split()[0]: line.split()[-1] for line in lines if ".distcp" in line or ".metadata" in line}
+    assert rows[6] == ["3", "in", "all", "3", "64"]
+    files = {row[0]: row[-1] for row in rows if row and row[0] in (".metadata", "__0_0.distcp")}
     assert files == {".metadata": "ok", "__0_0.distcp": "ok"}
     assert lines[-1].endswith("all ok")
 
@@ -244,7 +239,7 @@ def test_inspect_gives_json(root, capfd):
 
 
 def test_fairscales_shards_become_a_checkpoint(root, capfd):
-    """The folder can be inspected and consolidated."""
+    """The folder can be inspected and consolidated; shards that do not fit are one line, which names the file."""
     model = MODELS["nested units, flattened"]
     paths = write_shards(root, model, 3)
     code, out, err = run(f"import-fairscale {' '.join(paths)} imported", capfd)
@@ -254,21 +249,7 @@ def test_fairscales_shards_become_a_checkpoint(root, capfd):
     assert run("consolidate imported out.pt", capfd)[0] == 0
     found = torch.load("out.pt", weights_only=True)
     assert all(torch.equal(found[name], value) for name, value in model.weights().items())
-
-
-def test_shards_that_do_not_fit_are_exit_1(root, capfd):
-    """One line, which names the files."""
-    paths = write_shards(root, MODELS["nested units, flattened"], 3)
-    code, out, err = run(f"import-fairscale {paths[0]} {paths[2]} imported", capfd)
+    code, out, err = run(f"import-fairscale {paths[0]} {paths[2]} other", capfd)
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "shard_2.pt" in err
-    assert not (root / "imported").exists()
-
-
-@pytest.mark.parametrize("command", ["consolidate", "inspect", "import-fairscale"])
-def test_help_fits_a_terminal(command, capfd):
-    """No line is longer than 120 columns, and the exit code is 0."""
-    with pytest.raises(SystemExit) as caught:
-        main([command, "--help"])
-    assert caught.value.code == 0
-    assert max(map(len, capfd.readouterr().out.splitlines())) <= 120
+    assert not (root / "other").exists()

@@ -1,30 +1,22 @@
 """Hosts are lost and come back: the run goes on with the ranks that there are, as if nothing had happened."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-import fairshard
+from tests.cli.processes import environment, lines_of, processes_of, train
 
 STEPS = 120
 OPTIONS = (
     "--layers 2 --dim 64 --heads 4 --context 64 --batch-size 33 --accumulate 2 --eval-every 2 --save-every 20 "
     f"--steps {STEPS} --optimizer sgd --lr 0.02 --device cpu --threads 1 --timeout 60"
 ).split()
-
-
-def _environment():
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
-    kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    return {**kept, "PYTHONPATH": str(Path(fairshard.__file__).parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class Host:
@@ -40,35 +32,21 @@ class Host:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "fairshard.cli.train", *OPTIONS,
              "--out", str(out), "--data", str(data)],
-            env={**_environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, stdout=self._log,
+            env=environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", GLOO_SOCKET_IFNAME="lo"), stdout=self._log,
             stderr=subprocess.STDOUT,
         )  # fmt: skip
 
     def lose(self):
         """End all processes at once, as when the power fails."""
-        for pid in [self.process.pid, *_children(self.process.pid)] if self.process.poll() is None else []:
+        for pid in [self.process.pid, *processes_of(self.process.pid)] if self.process.poll() is None else []:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
 
-def _children(parent):
-    """The processes that ``parent`` has started, and their children."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError):
-            if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == parent:
-                found += [int(entry.name), *_children(int(entry.name))]
-    return found
-
-
 def _steps(out):
     """The lines of the steps so far, in the order of the file."""
-    path = out / "metrics.jsonl"
-    with contextlib.suppress(ValueError):
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [line for line in lines if "loss" in line]
-    return []
+    return [line for line in lines_of(out) if "loss" in line]
 
 
 def _await(condition, hosts, what):
@@ -112,10 +90,7 @@ def test_a_run_goes_on_with_one_of_two_hosts_and_then_with_both(tmp_path):
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     ranks = [len(line["mem_bytes"]) for line in steps]
     assert [many for many, before in zip(ranks, [0, *ranks], strict=False) if many != before] == [2, 1, 2]
-    subprocess.run(
-        [sys.executable, "-m", "fairshard.cli.main", "train", *OPTIONS, "--nproc", "1", "--data", data, "--out", alone],
-        env=_environment(), check=True, capture_output=True,
-    )  # fmt: skip
+    train(*OPTIONS, "--nproc", "1", "--data", data, "--out", alone)
     expected = [line["loss"] for line in _steps(alone)]
     assert [line["loss"] for line in steps] == pytest.approx(expected, rel=1e-5)
     assert [line["tokens"] for line in steps] == [line["tokens"] for line in _steps(alone)]

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,36 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fairshard.cli.data import Data, Ids
 from fairshard.cli.gpt import GPT, Block, GPTConfig
 from fairshard.cli.loop import sample, train
 from fairshard.cli.model import blocks, build_model, make_task, parts_of
-from fairshard.cli.options import OptionError, TrainingStopped, TrainOptions
-from fairshard.cli.ranks import Ranks
-from fairshard.cli.trainer import Trainer
+from fairshard.cli.options import TrainingStopped, TrainOptions
 from fairshard.planning.summary import unit_table
 from tests.cli import own_models
-from tests.cli.test_train import COMMAND, _environment
+from tests.cli.processes import COMMAND, lines_of, run
+from tests.cli.test_trainer import CPU, _text, _trainer
 from tests.on_ranks import in_full, on_ranks
 
-CPU = torch.device("cpu")
 SMALL = TrainOptions(layers=2, dim=16, heads=2, context=8, batch_size=12, steps=6, warmup=2, lr=1e-2)
 WORDS = "the quick brown fox jumps over the lazy dog\n"
 LLAMA = {
     **{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 256},
     **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32},
 }
-
-
-def _text():
-    generator = np.random.default_rng(7)
-    sides = (generator.integers(0, 256, num).astype(np.uint8) for num in (3000, 600))
-    return Data(*(Ids([side]) for side in sides), 1.0)
-
-
-def _trainer(options):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return Trainer(build_model(options, CPU), _text(), options, Ranks(rank, size, rank, size), CPU)
 
 
 def _losses(options):
@@ -101,20 +86,12 @@ def test_a_loss_that_cannot_be_trained_is_refused(factory, says):
 
 
 @on_ranks(2)
-def test_a_factory_must_build_the_same_weights_on_every_rank():
-    """Both ranks raise, with the name of the parameter that differs."""
-    options = replace(SMALL, layers=4, dim=128, heads=4, factory="tests.cli.own_models:unlike")
-    with pytest.raises(TrainingStopped, match=r"`head\.bias` differs on rank 1"):
-        build_model(options, CPU)
-
-
-def test_what_a_factory_may_return():
-    """A module, or a module and a function; anything else is named."""
-    model = nn.Linear(2, 2)
-    assert parts_of("a:b", model) == (model, None)
-    assert parts_of("a:b", (model, len)) == (model, len)
-    with pytest.raises(OptionError, match="must return a module, but returned tuple"):
-        parts_of("a:b", (model, len, 3))
+def test_a_factory_must_build_the_same_weights_on_every_rank(tmp_path):
+    """Both ranks raise before a step, with the name of the parameter that differs."""
+    (tmp_path / "text").write_text(WORDS * 30)
+    paths = {"data": tmp_path / "text", "out": tmp_path / "run", "factory": "tests.cli.own_models:unlike"}
+    with pytest.raises(UserWarning, match=r"same weights, but `head\.bias` differed between ranks 0 and 1"):
+        train(replace(SMALL, layers=4, dim=128, heads=4, **paths))
 
 
 def test_the_blocks_of_a_model():
@@ -152,7 +129,7 @@ def test_the_loop_calls_back_after_every_step(tmp_path):
     options = replace(SMALL, data=tmp_path / "text", out=tmp_path / "run", steps=3, save_every=0)
     assert train(options, on_step=lambda metrics: seen.append((metrics.step, metrics.loss))) == tmp_path / "run"
     dist.barrier()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(tmp_path / "run")
     assert seen == [(line["step"], line["loss"]) for line in lines if "loss" in line]
     assert len(seen) == 3
     assert dist.is_initialized()
@@ -232,24 +209,22 @@ def test_a_random_llama_from_a_config_to_a_pipeline(tmp_path):
     (tmp_path / "text").write_text(WORDS * 400)
     common = "--hf llama.json --data text --context 32 --batch-size 8 --eval-every 10 --save-every 5"
 
-    def run(*line):
-        result = subprocess.run(
-            [*COMMAND[:-1], *line], cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=600
-        )
+    def command(line):
+        result = run([*COMMAND[:-1], *line.split()], tmp_path)
         assert result.returncode == 0, result.stderr
         return result.stdout
 
-    run("train", *f"{common} --nproc 2 --steps 10 --lr 1e-3 --out run".split())
-    out = run("train", *["--resume", "--out", "run", "--steps", "15", "--sample", "20"])
+    command(f"train {common} --nproc 2 --steps 10 --lr 1e-3 --out run")
+    out = command("train --resume --out run --steps 15 --sample 20")
     assert "resumed after step 10" in out
     assert "sample" in out
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(tmp_path / "run")
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == 15
     assert losses[-1] < losses[0] - 1
     parameters = json.loads((tmp_path / "run" / "config.json").read_text())["parameters"]
     assert 19e6 < parameters < 21e6
-    run("consolidate", *["run", "out", "--format", "safetensors"])
+    command("consolidate run out --format safetensors")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert sum(param.numel() for param in model.parameters()) == parameters
     pipe = transformers.pipeline("text-generation", model=str(tmp_path / "out"), device="cpu")
@@ -257,8 +232,8 @@ def test_a_random_llama_from_a_config_to_a_pipeline(tmp_path):
     assert written["generated_text"].startswith("the quick")
     assert len(written["generated_text"]) == len("the quick") + 8
     shorter = common.replace("--hf llama.json", "--hf out").replace("--eval-every 10", "--eval-every 1")
-    again = run("train", *f"{shorter} --nproc 2 --steps 1 --out next".split())
-    first = json.loads((tmp_path / "next" / "metrics.jsonl").read_text().splitlines()[0])
+    again = command(f"train {shorter} --nproc 2 --steps 1 --out next")
+    first = lines_of(tmp_path / "next")[0]
     last = [line["val_loss"] for line in lines if "val_loss" in line][-1]
     assert first["val_loss"] == pytest.approx(last, rel=1e-4), again
 

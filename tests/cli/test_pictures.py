@@ -54,9 +54,8 @@ def test_words_of_a_run(num_steps, num_ranks, nbytes, rate, drawn, tmp_path):
     lines = [{"step": 0, "val_loss": 11.5}, {"step": num_steps, "val_loss": 5.0}]
     for step in range(stride, num_steps + 1, stride):
         speed = rate * (1 + step % 3)
-        lines.append(asdict(StepMetrics(step, 11 / step, 1e-5 * step, 1.0, 100, speed, 100 / rate, sizes, 3, 4, sizes)))
-    known = {"device_bytes": 1, "pinned_bytes": 2, "pageable_bytes": 3, "copy_wait_s": 0.6, "has_own_loss": False}
-    summary, _ = summarize(lines, peak_bytes=sizes, bytes_per_token=4.1, **known)
+        lines.append(asdict(StepMetrics(step, 11 / step, 1e-5 * step, 1.0, 100, speed, 100 / rate, sizes, 3, 4)))
+    summary, _ = summarize(lines, sizes, 4.1, False)
     title = "a model of transformers, " * 8 + "\n" + "some settings, " * 12
     draw_run(tmp_path / "run.png", title, lines, summary)
     assert faults(drawn[0]) == ([], [])

@@ -1,30 +1,25 @@
 """An interrupted run resumes at its last checkpoint with its own options."""
 
-import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
-import fairshard
 from fairshard.cli import loop
 from fairshard.cli.log import RunLog
 from fairshard.cli.main import main
 from fairshard.cli.options import OptionError, TrainOptions
 from fairshard.cli.ranks import Ranks
 from fairshard.cli.runs import chosen_options, read_lines
+from tests.cli.processes import COMMAND, TORCHRUN, lines_of, losses_of, processes_of, run, started, train
 
-COMMAND = [sys.executable, "-m", "fairshard.cli.main", "train"]
 TINY = shlex.split("--nproc 2 --layers 2 --dim 16 --heads 2 --context 16 --batch-size 8 --eval-every 15")
 
 
@@ -44,23 +39,29 @@ def test_the_options_are_those_of_the_run(run_folder):
     assert (options.nproc, options.save_every, options.out, options.resume) == (3, 7, run_folder, True)
 
 
-def test_what_would_make_another_run_is_refused(run_folder):
-    """A learning rate that differs from the run's is refused by name; the same value is accepted."""
-    with pytest.raises(OptionError, match=r"--lr is 0.02 in the run in .*: continue it with the same command"):
-        chosen_options({"out": run_folder, "resume": True, "lr": 0.5})
-    assert chosen_options({"out": run_folder, "resume": True, "lr": 0.02}).lr == 0.02
-
-
-def test_the_same_command_continues_its_run(run_folder):
-    """Without ``--resume`` the command must be the run's: an option that is left out is the default, and differs."""
+def test_a_command_is_that_of_its_run_or_refused(run_folder):
+    """With ``--resume`` given options, without it all of them, must be the run's; steps and ranks may differ."""
     command = {"steps": 40, "lr": 0.02, "data": run_folder / "text", "out": run_folder, "nproc": 2}
     found = chosen_options(command)
     assert (found.resume, found.lr, found.out) == (True, 0.02, run_folder)
     assert chosen_options({**command, "steps": 50}).lr_steps == 40
     assert chosen_options({**command, "nproc": 1}).nproc == 1
     del command["lr"]
-    with pytest.raises(OptionError, match=r"--lr is 0\.02 in the run"):
-        chosen_options(command)
+    for other in (command, {"out": run_folder, "resume": True, "lr": 0.5}):
+        with pytest.raises(OptionError, match=r"--lr is 0.02 in the run in .*: continue it with the same command"):
+            chosen_options(other)
+
+
+def test_going_back_leaves_out_the_restarts_of_the_run(run_folder, monkeypatch, capsys):
+    """A restart before the first save would continue from a checkpoint that the run went back from."""
+    options = asdict(TrainOptions(nproc=2, max_restarts=3))
+    (run_folder / "config.json").write_text(json.dumps({"options": options}, default=str))
+    assert chosen_options({"out": run_folder, "resume_from": 2}).max_restarts == 0
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS")
+    for name, value in zip(names, "01011", strict=True):
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--resume-from", "2", "--out", str(run_folder)]) == 2
+    assert "torchrun --max-restarts continues from the newest checkpoint" in capsys.readouterr().err
 
 
 def test_a_run_that_has_finished_is_resumed_to_go_on_beyond(run_folder, capfd):
@@ -90,13 +91,6 @@ def test_a_finished_run_that_has_lost_its_newest_checkpoint_is_not_called_finish
     assert chosen_options({"out": run_folder, "resume": True}).steps == 40
 
 
-def test_a_config_that_is_no_dictionary_is_quoted(run_folder):
-    """The error says what it holds."""
-    (run_folder / "config.json").write_text("[1]")
-    with pytest.raises(OptionError, match=r"config.json cannot be read: it holds \[1\]"):
-        chosen_options({"out": run_folder, "resume": True})
-
-
 def test_a_rank_waits_for_two_minutes_on_the_cpu(monkeypatch):
     """The timeout of the process group is 120 s on the CPU, not gloo's 30 minutes; `--timeout` is another."""
     seen = []
@@ -119,7 +113,7 @@ def test_without_out_it_is_the_newest_run(run_folder, tmp_path, monkeypatch):
     assert chosen_options({"resume": True}).lr == 0.2
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"options": {"lr": "x"}}', "[]"])
+@pytest.mark.parametrize("text", ["", "{", '{"options": {"lr": "x"}}', "[1]"])
 def test_a_damaged_config_is_named(run_folder, text, capfd):
     """A config that cannot be read is one line and exit code 2."""
     (run_folder / "config.json").write_text(text)
@@ -151,121 +145,69 @@ def test_a_damaged_line_of_the_log_is_left_out(tmp_path, bad):
     assert list(read_lines(path)) == lines
 
 
-def _environment():
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
-    kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    return {**kept, "PYTHONPATH": str(Path(fairshard.__file__).parents[1])}
-
-
-def _train(*arguments):
-    result = subprocess.run([*COMMAND, *arguments], env=_environment(), capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def _folder_of(of_run):
-    """The folder of the run of `unbroken`, beside its text."""
-    return Path(of_run[of_run.index("--data") + 1]).parent
-
-
-def _losses(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {(line["step"], kind): line[kind] for line in lines for kind in ("loss", "val_loss") if kind in line}
-
-
-def _kill_session(leader):
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.getsid(int(process.name)) == leader:
-                os.kill(int(process.name), signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            continue
-
-
-def _ranks_of(launcher):
-    """The processes that ``launcher`` has started, and their children."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError):
-            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            if parent == launcher and b"resource_tracker" not in (entry / "cmdline").read_bytes():
-                found += [int(entry.name), *_ranks_of(int(entry.name))]
-    return found
-
-
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """The arguments of an uninterrupted run on two ranks, and its losses."""
+    """The arguments of an uninterrupted run on two ranks, its losses and its folder."""
     folder = tmp_path_factory.mktemp("unbroken")
     text = folder / "text"
     text.mkdir()
     (text / "long.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
     (text / "short.txt").write_text("the lazy dog jumps over the quick brown fox\n" * 20)
     of_run = [*TINY, "--data", str(text), "--steps", "60", "--save-every", "10"]
-    _train(*of_run, "--out", str(folder / "run"))
-    return of_run, _losses(folder / "run")
+    train(*of_run, "--out", folder / "run")
+    return of_run, losses_of(folder / "run"), folder / "run"
 
 
-@pytest.mark.parametrize("signalled", [pytest.param("first", marks=pytest.mark.full), "last"])
-def test_a_rank_that_dies_is_started_again(tmp_path, unbroken, signalled):
+def interrupted(of_run, folder, number, victim, *more):
+    """Start a run, and send ``number`` to a process of it once a checkpoint is there; what is left of it."""
+    process = started([*COMMAND, *of_run, "--out", folder, *more])
+    while not (folder / "checkpoints" / "latest").exists() and process.poll() is None:
+        time.sleep(0.01)
+    own = [process.pid, *sorted(processes_of(process.pid))]
+    for pid in own if victim == "all" else [own[{"launcher": 0, "first": 1, "last": -1}[victim]]]:
+        os.kill(pid, number)
+    return process
+
+
+@pytest.mark.parametrize("victim", [pytest.param("first", marks=pytest.mark.full), "last"])
+def test_a_rank_that_dies_is_started_again(tmp_path, unbroken, victim):
     """With ``--max-restarts`` a run resumes its newest checkpoint by itself, and ends as an unbroken run does."""
-    of_run, expected = unbroken
-    broken = tmp_path / "broken"
-    with subprocess.Popen(
-        [*COMMAND, *of_run, "--out", str(broken), "--max-restarts", "1"],
-        env=_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        while not (broken / "checkpoints" / "latest").exists() and process.poll() is None:
-            time.sleep(0.01)
-        ranks = sorted(_ranks_of(process.pid))
-        os.kill(ranks[0 if signalled == "first" else -1], signal.SIGKILL)
+    of_run, expected, _ = unbroken
+    with interrupted(of_run, tmp_path / "broken", signal.SIGKILL, victim, "--max-restarts", "1") as process:
         printed, _ = process.communicate(timeout=120)
     assert process.returncode == 0, printed
     assert "resumed after step" in printed
-    assert _losses(broken) == expected
+    assert losses_of(tmp_path / "broken") == expected
 
 
 @pytest.mark.full
 def test_a_killed_run_ends_as_if_it_had_not_been(tmp_path, unbroken):
     """After all processes were killed, the resumed run has every loss of the unbroken run, to the bit."""
-    of_run, expected = unbroken
+    of_run, expected, _ = unbroken
     broken = tmp_path / "broken"
-    with subprocess.Popen(
-        [*COMMAND, *of_run, "--out", str(broken)],
-        env=_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as process:
-        while not (broken / "checkpoints" / "latest").exists() and process.poll() is None:
-            time.sleep(0.01)
-        _kill_session(process.pid)
-    assert len(_losses(broken)) < len(expected)
-    assert "resumed after step" in _train("--resume", "--out", str(broken))
-    assert _losses(broken) == expected
+    with interrupted(of_run, broken, signal.SIGKILL, "all"):
+        pass
+    assert len(losses_of(broken)) < len(expected)
+    assert "resumed after step" in train("--resume", "--out", broken)
+    assert losses_of(broken) == expected
 
 
-def _last_line(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
-    return max((json.loads(line)["step"] for line in lines if line.endswith("}") and "summary" not in line), default=0)
+def last_step(folder):
+    return max((line["step"] for line in lines_of(folder) if "step" in line), default=0)
 
 
-def _stop(of_run, folder, number, send):
-    """Start the run, ``send`` it the signal at about step 15, and return its exit code and its output."""
-    process = subprocess.Popen(
-        [*COMMAND, *of_run, "--out", str(folder), "--max-restarts", "1", "--signal", "USR1"],
-        env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    with process:
-        while _last_line(folder) < 15 and process.poll() is None:
+def stop(command, folder, number, send):
+    """Start the run, ``send`` it the signal at about step 15; returns its exit code, its output, and its last step."""
+    with started([*command, "--out", folder]) as process:
+        while last_step(folder) < 15 and process.poll() is None:
             time.sleep(0.002)
-        ranks = sorted(_ranks_of(process.pid))
+        ranks = sorted(processes_of(process.pid))
         os.kill({"launcher": process.pid, "rank": ranks[-1]}[send], number)
         printed, _ = process.communicate(timeout=120)
-    return process.returncode, printed
+    last = last_step(folder)
+    assert (folder / "checkpoints" / "latest").read_text() == f"step-{last:08}\n"
+    assert re.search(rf"stopped by .* after step {last}, which is saved. To continue: --resume --out", printed)
+    return process.returncode, printed, last
 
 
 @pytest.mark.parametrize(
@@ -279,94 +221,79 @@ def _stop(of_run, folder, number, send):
 )
 def test_a_signal_stops_a_run_that_then_goes_on_beyond(tmp_path, unbroken, number, send):
     """Status 75 with the last step saved, not restarted; resumed with more steps, it has every loss of the others."""
-    of_run, expected = unbroken
+    of_run, expected, _ = unbroken
     folder = tmp_path / "stopped"
-    code, printed = _stop(of_run, folder, number, send)
+    code, printed, last = stop([*COMMAND, *of_run, "--max-restarts", "1", "--signal", "USR1"], folder, number, send)
     assert code == 75, printed
-    last = _last_line(folder)
     assert 15 <= last < 60
-    assert (folder / "checkpoints" / "latest").read_text() == f"step-{last:08}\n"
-    assert re.search(rf"stopped by .* after step {last}, which is saved. To continue: --resume --out", printed)
     assert "resumed after step" not in printed
-    assert f"resumed after step {last}" in _train("--resume", "--steps", "63", "--out", str(folder))
-    found = _losses(folder)
+    assert f"resumed after step {last}" in train("--resume", "--steps", "63", "--out", folder)
+    found = losses_of(folder)
     assert {step for step, kind in found if kind == "loss"} == set(range(1, 64))
     assert {key: found[key] for key in expected} == expected
-    rates = {line["step"]: line["lr"] for line in map(json.loads, (folder / "metrics.jsonl").open()) if "lr" in line}
+    rates = {line["step"]: line["lr"] for line in lines_of(folder) if "lr" in line}
     assert rates[63] == rates[60] < rates[59]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("send", ["launcher", "rank"])
 def test_under_torchrun_a_signal_saves_the_step(tmp_path, unbroken, send):
-    """torchrun passes SIGTERM on and returns 1. It reports the ranks' 75 if only one of them was signalled."""
-    of_run, expected = unbroken
+    """torchrun passes SIGTERM on and returns 1. It reports the ranks' 75 if only one of them was signalled.
+
+    ``fairshard train --resume`` goes on with the run, and torchrun with one of ``fairshard train``.
+    """
+    of_run, expected, _ = unbroken
     folder = tmp_path / "stopped"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fairshard.cli.train"]
-    with subprocess.Popen(
-        [*torchrun, *of_run[of_run.index("--layers") :], "--out", str(folder)],
-        env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    ) as process:  # fmt: skip
-        while _last_line(folder) < 15 and process.poll() is None:
-            time.sleep(0.002)
-        ranks = sorted(_ranks_of(process.pid))
-        os.kill({"launcher": process.pid, "rank": ranks[-1]}[send], signal.SIGTERM)
-        printed, _ = process.communicate(timeout=120)
-    assert process.returncode == 1, printed
-    last = _last_line(folder)
-    assert (folder / "checkpoints" / "latest").read_text() == f"step-{last:08}\n"
-    assert re.search(rf"stopped by .* after step {last}, which is saved", printed)
+    code, printed, last = stop([*TORCHRUN, *of_run[of_run.index("--layers") :]], folder, signal.SIGTERM, send)
+    assert code == 1, printed
     assert ("exitcode  : 75" in printed) == (send == "rank")
-    assert f"resumed after step {last}" in _train("--resume", "--out", str(folder))
-    assert _losses(folder) == expected
+    assert f"resumed after step {last}" in train("--resume", "--out", folder)
+    assert losses_of(folder) == expected
+    finished = run([*TORCHRUN, "--resume", "--steps", "61", "--out", str(folder)])
+    assert finished.returncode == 0, finished.stderr
+    assert last_step(folder) == 61
 
 
 @pytest.mark.full
 def test_more_steps_are_those_of_a_longer_run(tmp_path, unbroken):
     """A finished run that goes on has the losses of a run that was as long from the start, with the same schedule."""
-    of_run, _ = unbroken
+    of_run, _, finished = unbroken
     longer, again = tmp_path / "longer", tmp_path / "again"
     at = of_run.index("--steps")
-    _train(*of_run[:at], "--steps", "75", "--lr-steps", "60", *of_run[at + 2 :], "--out", str(longer))
-    shutil.copytree(_folder_of(of_run) / "run", again)
-    _train("--resume", "--steps", "75", "--out", str(again))
-    assert _losses(again) == _losses(longer)
+    train(*of_run[:at], "--steps", "75", "--lr-steps", "60", *of_run[at + 2 :], "--out", longer)
+    shutil.copytree(finished, again)
+    train("--resume", "--steps", "75", "--out", again)
+    assert losses_of(again) == losses_of(longer)
 
 
 @pytest.mark.full
 def test_a_stopped_rank_is_named_in_time_and_the_ranks_are_restarted(tmp_path, unbroken):
     """A rank that SIGSTOP stops is named within `--timeout` and a few seconds; the restarted run ends as the others."""
-    of_run, expected = unbroken
-    folder = tmp_path / "hung"
-    with subprocess.Popen(
-        [*COMMAND, *of_run, "--out", str(folder), "--max-restarts", "1", "--timeout", "4"],
-        env=_environment(), stdout=(tmp_path / "out").open("w"), stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        while not (folder / "checkpoints" / "latest").exists() and process.poll() is None:
-            time.sleep(0.01)
-        os.kill(sorted(_ranks_of(process.pid))[-1], signal.SIGSTOP)
-        stopped_at, named_after, printed = time.monotonic(), None, []
-        for line in process.stderr:
+    of_run, expected, _ = unbroken
+    folder, named_after, printed = tmp_path / "hung", None, []
+    with interrupted(of_run, folder, signal.SIGSTOP, "last", "--max-restarts", "1", "--timeout", "4") as process:
+        stopped_at = time.monotonic()
+        for line in process.stdout:
             printed.append(line)
             if named_after is None and "rank 1: silent: its process has ended or is stopped" in line:
                 named_after = time.monotonic() - stopped_at
     assert process.returncode == 0, "".join(printed)
     assert named_after is not None, "".join(printed)
     assert named_after < 4 + 10
-    assert any("resumed after step" in line for line in (tmp_path / "out").open())
-    assert _losses(folder) == expected
+    assert any("resumed after step" in line for line in printed)
+    assert losses_of(folder) == expected
 
 
 @pytest.mark.full
 def test_a_run_goes_back_to_an_earlier_step_on_fewer_ranks(tmp_path, unbroken):
     """``--resume-from`` with another ``--nproc`` drops the later lines and computes them again, closely the same."""
-    of_run, expected = unbroken
+    _, expected, finished = unbroken
     again = tmp_path / "again"
-    shutil.copytree(_folder_of(of_run) / "run", again)
+    shutil.copytree(finished, again)
     # On one rank instead of two, gradients are summed in another order: fp32's last bits, over ten steps.
-    _train("--resume-from", "50", "--out", str(again), "--nproc", "1")
-    assert _losses(again) == pytest.approx(expected, rel=1e-4)
-    assert _losses(again) != expected
+    train("--resume-from", "50", "--out", again, "--nproc", "1")
+    assert losses_of(again) == pytest.approx(expected, rel=1e-4)
+    assert losses_of(again) != expected
 
 
 @pytest.mark.full
@@ -376,10 +303,10 @@ def test_every_model_engine_and_data_stops_restarts_and_resumes(tmp_path):
     (tmp_path / "ids.bin").write_bytes(b"".join(bytes([letter, 0]) for letter in words))
     parts = f"--tokens {tmp_path}/ids.bin --factory tests.cli.own_models:with_loss --engine fully_shard"
     of_run = shlex.split(f"{parts} --nproc 2 --context 16 --batch-size 8 --eval-every 15 --steps 60 --save-every 10")
-    _train(*of_run, "--out", str(tmp_path / "whole"))
-    expected = _losses(tmp_path / "whole")
-    test_a_rank_that_dies_is_started_again(tmp_path, (of_run, expected), "last")
-    code, printed = _stop(of_run, tmp_path / "stopped", signal.SIGTERM, "launcher")
+    train(*of_run, "--out", tmp_path / "whole")
+    expected = losses_of(tmp_path / "whole")
+    test_a_rank_that_dies_is_started_again(tmp_path, (of_run, expected, None), "last")
+    code, printed, _ = stop([*COMMAND, *of_run], tmp_path / "stopped", signal.SIGTERM, "launcher")
     assert code == 75, printed
-    assert "resumed after step" in _train("--resume", "--out", str(tmp_path / "stopped"))
-    assert _losses(tmp_path / "stopped") == expected
+    assert "resumed after step" in train("--resume", "--out", tmp_path / "stopped")
+    assert losses_of(tmp_path / "stopped") == expected

@@ -6,17 +6,13 @@ import math
 import os
 import re
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 
-from fairshard.cli.log import RunLog, StepMetrics, draw_run, run_title, summarize
+from fairshard.cli.log import RunLog, StepMetrics, summarize
 from fairshard.cli.options import TrainOptions
 from fairshard.cli.runs import make_run_folder, write_config
-from fairshard.planning.summary import StateBytes
-from fairshard.utils.size_text import size_text
-
-PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def _metrics(step, seconds=0.5, collectives=10):
@@ -31,7 +27,6 @@ def _metrics(step, seconds=0.5, collectives=10):
         mem_bytes=(1, 2),
         collectives=collectives,
         comm_bytes=collectives * 1000,
-        state_bytes=(3, 4),
     )
 
 
@@ -46,9 +41,7 @@ def _config(steps):
 
 
 def _summary(lines, bytes_per_token=1.0, has_own_loss=False):
-    places = {"device_bytes": 1, "pinned_bytes": 2, "pageable_bytes": 3}
-    units = {"bytes_per_token": bytes_per_token, "has_own_loss": has_own_loss}
-    return summarize(lines, peak_bytes=(7, 8), copy_wait_s=0.6, **places, **units)
+    return summarize(lines, (7, 8), bytes_per_token, has_own_loss)
 
 
 def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path, monkeypatch):
@@ -84,7 +77,7 @@ def test_a_run_whose_log_is_lost_ends_all_the_same(tmp_path, monkeypatch, capfd,
     for step in range(first, 4):
         log.step(_metrics(step))
         log.validation(step, 2.0)
-    log.finish((1, 2), StateBytes(1, 2, 3), 0.0)
+    log.finish((1, 2))
     written = capfd.readouterr().out
     assert ("from 2.000 at the start" in written) == (first == 3)
     assert ("metrics.jsonl has lost the steps of this run" in written) == (first == 4)
@@ -98,8 +91,6 @@ def test_the_summary_is_taken_over_all_steps():
     assert summary.collectives_per_step == (12 + 10 + 10) / 3
     assert summary.bytes_per_step == 1000 * (12 + 10 + 10) / 3
     assert (summary.val_loss, summary.peak_bytes) == (1.5, (7, 8))
-    assert (summary.device_bytes, summary.pinned_bytes, summary.pageable_bytes) == (1, 2, 3)
-    assert summary.copy_wait_s == 0.6 / 3
 
 
 def test_every_line_of_metrics_is_json_on_disk_at_once(tmp_path):
@@ -112,12 +103,6 @@ def test_every_line_of_metrics_is_json_on_disk_at_once(tmp_path):
         log.validation(2, math.inf)
     log.close()
     assert [entry["grad_norm"] for entry in entries] == [1.0, None]
-
-
-def test_sizes_are_read_in_powers_of_a_thousand():
-    """Three digits and a unit, which changes before four digits are needed."""
-    shown = [size_text(nbytes) for nbytes in (0, 999, 1000, 999_499, 999_500, 1_234_567, 5e9)]
-    assert shown == ["0 B", "999 B", "1 kB", "999 kB", "1 MB", "1.23 MB", "5 GB"]
 
 
 def test_without_a_terminal_progress_is_some_twenty_lines(tmp_path, capsys):
@@ -136,17 +121,6 @@ def test_without_a_terminal_progress_is_some_twenty_lines(tmp_path, capsys):
     assert not any(mark in "".join(lines) for mark in "\r\x1b")
 
 
-@pytest.mark.parametrize("num_steps", [1, 50])
-def test_the_run_is_a_png(num_steps, tmp_path):
-    """The picture is a PNG, even for a run of a single step, or of a resumed one without sizes of state."""
-    steps = [
-        asdict(replace(_metrics(step), state_bytes=(3, 4) if step % 2 else ())) for step in range(1, num_steps + 1)
-    ]
-    lines = [{"step": 0, "val_loss": 5.5}, *steps, {"step": num_steps, "val_loss": 5.0}]
-    draw_run(tmp_path / "run.png", "model\n" + "settings " * 40, lines, _summary(lines)[0])
-    assert (tmp_path / "run.png").read_bytes().startswith(PNG)
-
-
 @pytest.mark.parametrize(
     ("units", "words"),
     [((1.0,), "2.000 nats per byte (2.885 bits per byte)"), ((4.0,), "2.000 nats per token (0.721 bits per byte)"),
@@ -157,13 +131,3 @@ def test_a_loss_is_in_bits_per_byte_where_bytes_are_known(units, words):
     lines = [{"step": 0, "val_loss": 5.5}, asdict(_metrics(1)), {"step": 1, "val_loss": 2.0}]
     summary, first = _summary(lines, *units)
     assert summary.lines(first)[0].split("  ")[1] == f"{words}, from 5.500 at the start"
-
-
-def test_the_title_has_model_and_settings():
-    """Two lines: what was trained, and how."""
-    options = asdict(TrainOptions(accumulate=2, cpu_offload=True))
-    config = {"options": options, "world_size": 2, "device": "cpu", "model": "GPT", "parameters": 1234}
-    assert run_title(config).splitlines() == [
-        "GPT: 1,234 parameters",
-        "world size 2 on cpu, wrapper, fp32, adamw, cpu-offload, learning rate 0.004, batch 32 in 2 passes",
-    ]

@@ -14,11 +14,11 @@ CONFIG = {
     },
     **{"world_size": 2, "device": "cpu", "model": "GPT", "parameters": 7},
 }
-STEP = StepMetrics(1, 2.0, 0.1, None, 64, 128.0, 0.5, (1, 2), 3, 4000, (5, 6))
+STEP = StepMetrics(1, 2.0, 0.1, None, 64, 128.0, 0.5, (1, 2), 3, 4000)
 SENT = {
     **{"train/loss": 2.0, "train/learning_rate": 0.1, "train/tokens": 64, "train/tokens_per_s": 128.0},
     **{"train/step_s": 0.5, "communication/collectives": 3, "communication/bytes": 4000},
-    **{"memory/rank_0": 1, "memory/rank_1": 2, "state/rank_0": 5, "state/rank_1": 6},
+    **{"memory/rank_0": 1, "memory/rank_1": 2},
 }
 
 

@@ -92,8 +92,6 @@ def test_ranks_may_have_different_numbers_of_validation_batches():
     """512 windows are 171, 171 and 170, a batch each: the loss is the mean over all of them, and training goes on."""
     options = _options(batch_size=3, steps=2, warmup=1)
     trainer = _trainer(options)
-    counts = [entry[0] for entry in gather_scalars([len(trainer._validation)])]
-    assert counts == [171, 171, 170]
     trainer.step(1)
     trainer.step(2)
     assert trainer.validate(0) == pytest.approx(_plain_run(options)[1], rel=1e-5)
@@ -161,43 +159,6 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_at_the_same_step():
         trainer.validate(1)
     with pytest.raises(TrainingStopped, match="the loss is nan on rank 0, nan on rank 1 at step 2"):
         trainer.step(2)
-
-
-@pytest.mark.cpu_only("the trainer is told to use the CPU")
-@on_ranks(2)
-@pytest.mark.parametrize("offload", [{"cpu_offload": True}, {"move_grads_to_cpu": True}])
-def test_both_kinds_of_adamw_give_the_same_losses(offload):
-    """``cpu-adamw`` and ``adamw`` use the same fused kernel on the same shards: losses are equal bit for bit."""
-    curves = []
-    for optimizer in ("cpu-adamw", "adamw"):
-        trainer = _trainer(_options(optimizer=optimizer, **offload))
-        curves.append([trainer.step(step).loss for step in range(1, 5)])
-    assert curves[0] == curves[1]
-
-
-@pytest.mark.cpu_only("the trainer is told to use the CPU")
-@on_ranks(2)
-def test_state_is_where_the_options_put_it():
-    """Shards, gradients and moments are counted on the host with offload, and on the device without."""
-    options = _options(steps=1, warmup=1)
-    offloaded = _options(steps=1, warmup=1, cpu_offload=True)
-    totals = []
-    for trainer in (_trainer(options), _trainer(offloaded)):
-        trainer.step(1)
-        shards = sum(shard.nbytes for shard in trainer.model.parameters())
-        steps = 4 * len(list(trainer.model.parameters()))  # AdamW's own counter, one fp32 a shard
-        totals.append((trainer.places, 4 * shards + steps))
-    (here, expected), (there, expected_there) = totals
-    assert (here.device, here.pinned, here.pageable) == (expected, 0, 0)
-    assert (there.device, there.pinned, there.pageable) == (0, 0, expected_there)
-
-
-def test_a_new_model_knows_nothing():
-    """Before training the loss is ln 256, that of a uniform guess, to within a twentieth of a nat."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(layers=4, dim=128, heads=4, context=64))
-    tokens = _text().train.windows(even_starts(3000, 64, 16), 64)
-    assert _plain_loss(model, tokens).item() == pytest.approx(math.log(256), abs=0.05)
 
 
 def test_the_model_does_not_see_the_byte_it_predicts():

@@ -11,9 +11,6 @@ import torch.distributed as dist
 from tests.clients.case import Case, Curve, engine_of
 from tests.clients.loops import net, next_token_loss, tokens
 
-CHANGES = ("import fairshard.integrations.accelerate", "fairshard.integrations.accelerate.enable()")
-
-
 # fp32 norms of sums that torch's engine rounds to bf16, and fairshard does not.
 BF16 = {"rtol": 1e-3, "why": "sums of bf16 gradients are rounded once less"}
 # The wrappers of both engines add the squares of a flat parameter in other chunks.
@@ -97,7 +94,6 @@ CASES = [
     Case(
         f"accelerate v{version}, {precision}, {state.split('_')[0].lower()} state",
         functools.partial(run, version=version, precision=precision, state=state),
-        CHANGES,
         ("accelerate",),
         **(BF16 if precision == "bf16" else NORM if version == 1 else {}),
     )

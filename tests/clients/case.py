@@ -48,24 +48,20 @@ def fully_shard_of(engine):
     return ours if engine == "fairshard" else theirs
 
 
-IMPORT_OURS = ("from fairshard.nn import fully_shard",)
-
-
 @dataclass(frozen=True)
 class Case:
-    """One row of the table of clients.
+    """One program of a client.
 
-    ``program(engine)`` runs on each rank and returns a `Curve`. ``changes`` are the lines that a user of torch's engine
-    changes. Curves of both engines agree within ``rtol``; 0 is to the bit.
+    ``program(engine)`` runs on each rank and returns a `Curve`. Curves of both engines agree within ``rtol``; 0 is to
+    the bit.
     """
 
     name: str
     program: object
-    changes: tuple
     packages: tuple
     world_size: int = 2
     rtol: float = 0.0
-    why: str = ""  # the reason for rtol, or what the row leaves out
+    why: str = ""  # the reason for rtol, or what the program leaves out
 
 
 def be_torchrun(rank, world_size, port):

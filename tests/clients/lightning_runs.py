@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.clients.accelerate_runs import _torchs_on_cpu, shared_folder
-from tests.clients.case import IMPORT_OURS, Case, Curve, engine_of, fully_shard_of, grad_norm
+from tests.clients.case import Case, Curve, engine_of, fully_shard_of, grad_norm
 from tests.clients.loops import Block, net, next_token_loss, shard_each, tokens
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
@@ -127,13 +127,11 @@ def run_fabric(engine):
     return curve
 
 
-STRATEGY = ("from fairshard.integrations.lightning import FairshardStrategy", "strategy=FairshardStrategy(...)")
 CASES = [
     *(
         Case(
             f"Lightning FSDP strategy, {state} state",
             functools.partial(run, strategy="ours", state=state),
-            STRATEGY,
             ("lightning",),
             rtol=1e-12,
             why="the program adds its norm in another order",
@@ -143,8 +141,7 @@ CASES = [
     Case(
         "Lightning ModelParallelStrategy",
         functools.partial(run, strategy="model parallel"),
-        IMPORT_OURS,
         ("lightning",),
     ),
-    Case("Fabric no_backward_sync", run_fabric, IMPORT_OURS, ("lightning",)),
+    Case("Fabric no_backward_sync", run_fabric, ("lightning",)),
 ]

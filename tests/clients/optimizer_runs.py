@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.clients.accelerate_runs import NORM, _torchs_on_cpu
-from tests.clients.case import IMPORT_OURS, Case, Curve, engine_of, fully_shard_of
+from tests.clients.case import Case, Curve, engine_of, fully_shard_of
 from tests.clients.loops import Block, net, next_token_loss, shard_each, tokens
 
 
@@ -79,18 +79,17 @@ def _wrapped(engine, model):
 
 
 def _case(name, make, *packages):
-    return Case(f"{name} on fully_shard", functools.partial(run, make=make), IMPORT_OURS, packages)
+    return Case(f"{name} on fully_shard", functools.partial(run, make=make), packages)
 
 
 CASES = [
     _case("Muon", _muon),
     _case("ScheduleFree AdamW", _schedule_free, "schedulefree"),
     _case("torchao AdamW8bit", _eight_bit, "torchao"),
-    Case("PEFT, fully_shard", functools.partial(run_peft, door="fully_shard"), IMPORT_OURS, ("peft",)),
+    Case("PEFT, fully_shard", functools.partial(run_peft, door="fully_shard"), ("peft",)),
     Case(
         "PEFT, wrapper",
         functools.partial(run_peft, door="wrapper"),
-        ("from fairshard.nn import FullyShardedDataParallel",),
         ("peft",),
         **NORM,
     ),

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.clients.case import IMPORT_OURS, Case, Curve, engine_of, fully_shard_of, grad_norm
+from tests.clients.case import Case, Curve, engine_of, fully_shard_of, grad_norm
 from tests.clients.loops import Net, next_token_loss, shard_each, tokens
 
 
@@ -73,6 +73,6 @@ def run_float8(engine):
 
 
 CASES = [
-    Case("pipelining 1F1B, two stages of two ranks", run_pipeline, IMPORT_OURS, (), 4),
-    Case("torchao float8, gathered in fp8", run_float8, IMPORT_OURS, ("torchao",)),
+    Case("pipelining 1F1B, two stages of two ranks", run_pipeline, (), 4),
+    Case("torchao float8, gathered in fp8", run_float8, ("torchao",)),
 ]

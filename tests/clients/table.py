@@ -1,4 +1,4 @@
-"""Runs every case on both engines and writes docs/notes/clients.md: ``python -m tests.clients.table [NAME ...]``."""
+"""All cases, a run of one on either engine in fresh processes, and what two runs say."""
 
 import importlib
 import json
@@ -10,9 +10,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-from tests.clients import page
-from tests.clients.case import ENGINES
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("accelerate_runs", "trainer_runs", "lightning_runs", "optimizer_runs", "parallel_runs", "titan_runs")
@@ -101,22 +98,3 @@ def outcome(case, ours, theirs):
     if worst == 0:
         return "equal to the bit"
     return f"{'equal' if worst <= case.rtol else 'DIFFERS'} within {worst:.0e}"
-
-
-def main(names):
-    """Run the cases whose names contain one of ``names``, all if there are none."""
-    chosen = [case for case in cases() if not names or any(name in case.name for name in names)]
-    rows = []
-    for case in chosen:
-        runs = [run_program(case.name, engine, case.world_size) for engine in ENGINES]
-        rows.append((case, *runs, outcome(case, *runs)))
-        print(f"{case.name}: {rows[-1][-1]}", flush=True)
-        for engine, found in zip(ENGINES, runs, strict=True):
-            curve = found.curve
-            shown = found.error if curve is None else f"losses {curve['losses']} norms {curve['norms']}"
-            print(f"    {engine}, {found.seconds:.0f} s: {shown}", flush=True)
-        page.write(cases(), rows)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

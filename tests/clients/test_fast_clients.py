@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.clients.case import be_torchrun
+from tests.clients.case import ENGINES, be_torchrun
 from tests.clients.table import Run, case_named, outcome
 from tests.kit import run_ranks
 from tests.torch_gaps import needs_fsdp2_on_cpu
@@ -45,7 +45,7 @@ def both_engines(name):
     case = case_named(name)
     with mock.patch.dict(os.environ):
         be_torchrun(dist.get_rank(), dist.get_world_size(), 29500)
-        runs = [Run(case.program(engine).as_dict(), 0.0) for engine in ("fairshard", "torch")]
+        runs = [Run(case.program(engine).as_dict(), 0.0) for engine in ENGINES]
     return outcome(case, *runs)
 
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from tests.clients.accelerate_runs import shared_folder
 from tests.clients.case import Case, Curve, engine_of
 
-CHANGES = ("import fairshard.integrations.torchtitan", "fairshard.integrations.torchtitan.enable()")
 SEQ_LEN, VOCAB = 32, 2048
 
 
@@ -186,7 +185,7 @@ def save_two(engine):
 
 def _case(name, world_size=2, program=run, rtol=0.0, why="", **options):
     function = functools.partial(program, **options) if options else program
-    return Case(f"torchtitan: {name}", function, CHANGES, ("torchtitan",), world_size, rtol, why)
+    return Case(f"torchtitan: {name}", function, ("torchtitan",), world_size, rtol, why)
 
 
 ADDITION = {"rtol": 1e-6, "why": "gloo adds ranks in another order"}

@@ -4,10 +4,9 @@ import sys
 import types
 
 import pytest
-import torch.distributed.fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
 
-from fairshard.integrations.torch_names import loaded, put_back, require, swap, swapped
+from fairshard.integrations.torch_names import loaded, require, swap, swapped
 from fairshard.nn import FullyShardedDataParallel, fully_shard
 
 SOURCE = """
@@ -60,13 +59,12 @@ def test_names_that_a_loaded_module_has_imported_are_swapped_and_put_back(packag
     """Only modules of the package are changed, and only names that stand for torch's objects."""
     (module,) = loaded(["some_client"])
     assert module is package
-    replaced = swap([module], NAMES)
-    assert package.fully_shard is fully_shard
-    assert package.imported() is Theirs
-    assert [name for _, name, _ in replaced] == ["fully_shard"]
-    put_back(replaced)
-    assert package.fully_shard is torch.distributed.fsdp.fully_shard
-    assert not replaced
+    own = dict(vars(package))
+    with swap([module], NAMES):
+        assert package.fully_shard is fully_shard
+        assert package.imported() is Theirs
+        assert {name for name, value in vars(package).items() if value is not own[name]} == {"fully_shard"}
+    assert vars(package) == own
 
 
 @pytest.mark.parametrize("name", ["accelerate", "lightning", "torchtitan"])

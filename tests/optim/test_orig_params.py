@@ -8,7 +8,6 @@ import torch
 from fairshard.errors import HeldGradientError, StaleOptimizerError
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.optim import CPUOptimizer
-from fairshard.planning.summary import state_bytes
 from tests.models import mlp, wrap_each
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, randn
@@ -97,8 +96,6 @@ def test_half_moments_and_a_part_on_the_device():
     assert all(state["exp_avg"].shape == param.shape for param, state in optimizer.state.items())
     on_cpu = {state["exp_avg"].dtype for param, state in optimizer.state.items() if param.device.type == "cpu"}
     assert on_cpu == {torch.bfloat16}
-    kept = state_bytes(model, optimizer)
-    assert kept.device + kept.pinned + kept.pageable > 0
 
 
 @on_ranks(2)

@@ -13,13 +13,13 @@ from fairshard.errors import HostMemoryError
 from fairshard.optim import CPUOptimizer
 from fairshard.params.grads import grads_of
 from fairshard.params.shard_grad import GradTransfers
-from fairshard.planning.summary import copy_wait_s, state_bytes
 from fairshard.setup import placement as placement_module
 from fairshard.setup.placement import check_host_memory
 from fairshard.utils.streams import Event
 from tests.kit import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
+from tests.params.state_bytes import state_bytes
 from tests.reference import assert_same_state, randn, rounding, sgd
 
 SETTINGS = {
@@ -137,7 +137,8 @@ def test_late_copies_change_no_bit_of_training(placement):
     assert_same_state(model.state_dict(), reference.state_dict())
     # Held gradients are fetched while other shards are stepped: training does not wait for them.
     if rank_device().type == "cpu":  # on a device a step also waits for its copies back
-        assert (copy_wait_s(model) > 0) == (placement != "held")
+        waited_s = model._unit.root.shared.transfers.waited_s
+        assert (waited_s > 0) == (placement != "held")
 
 
 @on_ranks(2)
@@ -346,8 +347,7 @@ def test_frozen_units_have_no_gradient_memory(placement):
     else:
         host += trained.shard.nbytes
     pinned = 0 if rank_device().type == "cpu" else host - momentum  # what is copied to the device or from it
-    found = state_bytes(model, optimizer)
-    assert (found.device, found.pinned, found.pageable) == (device, pinned, host - pinned)
+    assert state_bytes(model, optimizer) == (device, pinned, host - pinned)
 
 
 @on_ranks(2)

@@ -29,7 +29,7 @@ from fairshard.planning.summary import unit_table
 from tests.kit import fake_group
 from tests.models import Block, loss_of_tiny, mlp, tiny
 from tests.on_ranks import on_ranks
-from tests.reference import randn, sgd, train_alike
+from tests.reference import randn, train_alike
 
 SIZE = functools.partial(size_based_auto_wrap_policy, min_num_params=40)
 
@@ -67,31 +67,6 @@ def test_wrapped_by_a_policy_a_model_trains_as_it_is(policy, kwargs):
             return FSDP(model, auto_wrap_policy=policy, **kwargs)
 
     train_alike(tiny(), wrapped, loss_of_tiny)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("reentrant", ["reentrant", "not_reentrant"])
-def test_checkpointed_blocks_accumulate(reentrant):
-    """With recomputed blocks, ``no_sync`` and clipping, a policy's units give the bits of units wrapped by hand."""
-    found = []
-    for by_hand in (True, False):
-        model = tiny(reentrant)
-        if by_hand:
-            model.first, model.second = FSDP(model.first), FSDP(model.second)
-            model = FSDP(model)
-        else:
-            model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
-        optimizer = sgd(model)
-        for step in range(2):
-            with model.no_sync():
-                loss_of_tiny(model, (step, 0)).backward()
-            loss_of_tiny(model, (step, 1)).backward()
-            model.clip_grad_norm_(0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(model.state_dict())
-    assert found[0].keys() == found[1].keys()
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_inner_units_get_the_outer_arguments(group):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -45,16 +44,6 @@ Call = Callable[..., Callable[[], object]]
 """Called on a rank that is done when others make a call: checks the arguments, and returns this rank's part of it."""
 
 
-@dataclass(frozen=True)
-class _Message:
-    """Sums over ranks: how many compute, compute with grad, and have failed; and the number of the next operation."""
-
-    num_active: int
-    num_with_grad: int
-    num_failed: int
-    subject: int
-
-
 class Join(Observer):
     """One rank in one ``with model.join():``; ``calls``: the calls that ranks may make, by name."""
 
@@ -66,6 +55,13 @@ class Join(Observer):
                 raise ValueError(
                     f"`join` needs all units sharded over one process group, but unit `{unit.fqn or 'root'}` uses "
                     "another one or has replicas. Give every rank the same number of batches instead."
+                )
+            part = unit.config.reshard_after_forward
+            if not isinstance(part, bool) and part not in (1, comm.world_size):
+                raise ValueError(
+                    f"`join` needs `reshard_after_forward` to be True or False, but unit `{unit.fqn or 'root'}` keeps "
+                    f"parameters sharded over {part} ranks, and a rank that is done has no part to keep. Pass True or "
+                    "False, or give every rank the same number of batches."
                 )
         self._flat_params = [flat_param for unit in root.units for flat_param in unit.flat_params]
         if not divides_by_all and any(isinstance(flat_param.bucket_kind, HookKind) for flat_param in self._flat_params):
@@ -106,7 +102,7 @@ class Join(Observer):
             raise
         except Exception:
             if not self._has_failed and self._is_one_done(self._count(_FAILED)):
-                self._exchange(num_failed=1)
+                self._exchange(has_failed=True)
             raise
         finish()
 
@@ -133,7 +129,7 @@ class Join(Observer):
 
     def pass_begins(self, unit: Unit, is_trained: bool) -> None:
         """A forward begins."""
-        self._send_message(_FORWARD, is_trained)
+        self._send_message(_FORWARD)
 
     def call_leaves(self, unit: Unit, completed: bool, is_last: bool) -> None:
         """A call is over, and perhaps the forward."""
@@ -174,7 +170,7 @@ class Join(Observer):
         Raises:
             FairshardError: on all ranks.
         """
-        self._send_message(_CALL, with_grad=call == "backward")
+        self._send_message(_CALL)
         if self.is_short:
             self._comm.gather_objects((call, arguments(), self._grads.states()))
             self.agree("")
@@ -236,10 +232,8 @@ class Join(Observer):
     @torch.no_grad()
     def _handle_message(self) -> None:
         self.is_done = self.has_followed = self.is_short = self.was_short = True
-        message = self._exchange()
-        self._check(message)
-        self._num_active = message.num_active
-        root, subject = self._root, message.subject
+        self._num_active, subject = self._exchange()
+        root = self._root
         if subject == _FORWARD:
             self._join_forward()
         elif subject == _END_FORWARD:
@@ -332,13 +326,13 @@ class Join(Observer):
 
     # ---- messages
 
-    def _send_message(self, subject: int, with_grad: bool = False) -> None:
+    def _send_message(self, subject: int) -> None:
         total = self._count(1)
         num_failed, self._num_active = divmod(total, _FAILED)
         self.is_short = self._is_one_done(total)
         if self.is_short:
             self.was_short = True
-            self._check(self._exchange(num_active=1, num_with_grad=int(with_grad), subject=subject))
+            self._exchange(subject)
         elif num_failed:
             self._fail("Another rank raised inside of `join`: see that rank's error.")
 
@@ -356,28 +350,17 @@ class Join(Observer):
             self._fail("A rank has run out of batches, and `throw_on_early_termination=True`. Omit it to continue.")
         return is_short
 
-    def _exchange(self, num_active: int = 0, num_with_grad: int = 0, num_failed: int = 0, subject: int = 0) -> _Message:
-        own = [num_active, num_with_grad, num_failed, subject, subject**2]
+    def _exchange(self, subject: int | None = None, has_failed: bool = False) -> tuple[int, int]:
+        """Send the number of the next operation if this rank computes; how many do, and theirs."""
+        own = [int(subject is not None), int(has_failed), subject or 0, (subject or 0) ** 2]
         numbers = torch.tensor(own, dtype=torch.int64, device=self._root.shared.device)
         self._comm.all_reduce(numbers, "sum").wait()
-        num_active, num_with_grad, num_failed, subject, squares = map(int, numbers.tolist())
-        if num_active * squares != subject**2:  # equal only if all sent the same number
+        num_active, num_failed, total, squares = map(int, numbers.tolist())
+        if num_active * squares != total**2:  # equal only if all sent the same number
             self._fail("Ranks inside of `join` must call the same units in the same order, but did not.")
-        return _Message(num_active, num_with_grad, num_failed, subject // max(num_active, 1))
-
-    def _check(self, message: _Message) -> None:
-        """Raise on all ranks if they cannot continue together."""
-        if message.num_failed:
+        if num_failed and not has_failed:
             self._fail("Another rank raised inside of `join`: see that rank's error.")
-        if message.num_with_grad:
-            for unit in self._root.units:
-                part = unit.config.reshard_after_forward
-                if not isinstance(part, bool) and part not in (1, self._comm.world_size):
-                    self._fail(
-                        "A rank has run out of batches while others train, but those keep parameters sharded over "
-                        f"`reshard_after_forward={part}` ranks in unit `{unit.fqn or 'root'}`, and the rank that is "
-                        "done has no part to keep. Pass True or False, or give every rank the same number of batches."
-                    )
+        return num_active, total // max(num_active, 1)
 
     def _fail(self, why: str) -> None:
         self._has_failed = True

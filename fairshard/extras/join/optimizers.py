@@ -45,7 +45,7 @@ class JoinedOptimizers:
         self._names: dict[nn.Parameter, str] = {
             one.shard: one.name for unit in root.units for flat_param in unit.flat_params for one in flat_param.stepped
         }
-        self._stepped: list[Optimizer] = []  # in this block
+        self._stepped: dict[Optimizer, None] = {}  # in this block
         self._root = root
         self._rank = root.units[0].group.rank
         self.join: Join | None = None
@@ -70,7 +70,7 @@ class JoinedOptimizers:
             join.needs_all("optimizer.step(closure)")
             return
         join.announce_call("step", lambda: (self._key(optimizer), _num_steps[optimizer], _settings(optimizer)))
-        self._note(optimizer)
+        self._stepped[optimizer] = None
 
     def before_unscale(self, optimizer: Optimizer) -> None:
         """Check that all ranks compute, before a loss scaler reads the gradients of ``optimizer``."""
@@ -128,15 +128,11 @@ class JoinedOptimizers:
         return self._root.join is self.join
 
     def _step(self, optimizer: Optimizer, settings: _Settings) -> None:
-        self._note(optimizer)
+        self._stepped[optimizer] = None
         _set(optimizer, settings)
         foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in self._names]
         with without_grads(foreign):
             optimizer.step()
-
-    def _note(self, optimizer: Optimizer) -> None:
-        if not any(one is optimizer for one in self._stepped):
-            self._stepped.append(optimizer)
 
     def _holds(self, optimizer: Optimizer) -> bool:
         return any(param in self._names for group in optimizer.param_groups for param in group["params"])

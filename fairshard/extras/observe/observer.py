@@ -9,22 +9,23 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fairshard.checks.method_tap import Around, tap
+from fairshard.checks.method_tap import tap
 from fairshard.engine.root import Root
 from fairshard.engine.unit import Unit
 from fairshard.extras.observe.unit_event import END, Phase, UnitEvent
 from fairshard.params.rule import GradHome
 from fairshard.setup.arguments import units_to
-from fairshard.utils.buckets import Bucket, GradSource
+from fairshard.utils.buckets import GradSource
 from fairshard.utils.hook_bucket import HookKind
-from fairshard.utils.transfers import Transfer
+
+POST = Phase.POST_BACKWARD
+Told = Callable[..., object] | None
 
 
 def observe(model: nn.Module, fn: Callable[[UnitEvent], object]) -> Observation:
@@ -102,182 +103,138 @@ class Observation:
     # ---- taps
 
     def _watch(self, unit: Unit) -> None:
-        names: dict[str, Around] = {
-            "materialize": self._on_materialize,
-            "begin_backward": self._on_begin_backward,
-            "end_backward": self._on_end_backward,
-            "reset": self._on_reset,
-        }
+        """Watch a unit; what it owns or shares exists once it is ready to run."""
+        self._tap(unit, "materialize", after=lambda root, *_: self._watch_made(unit, root))
+        self._tap(unit, "begin_backward", after=lambda: self._begin_backward(unit))
+        self._tap(unit, "end_backward", after=lambda **_: self._finish(unit))
+        self._tap(unit, "reset", before=lambda: self._forget(unit))
         if unit.flat_params:
-            names |= {
-                "unshard": self._on_unshard,
-                "wait_unshard": self._on_wait_unshard,
-                "reshard": self._on_reshard,
-                "send_grads": self._on_send_grads,
-                "finish_pass": self._on_finish_pass,
-            }
-        for name, around in names.items():
-            self._tap(unit, name, around, unit)
+            self._tap(unit, "unshard", before=lambda *_: self._report(unit.fqn, "unshard", _before(unit)))
+            self._during(unit, "wait_unshard", unit, "unshard_wait", _before)
+            self._tap(unit, "reshard", after=lambda: self._report(unit.fqn, "reshard", _after(unit)))
+            self._during(unit, "send_grads", unit, "write_grads")
+            self._tap(unit, "finish_pass", after=lambda: self._report_post_backward(unit))
         if unit.root is not None:
             self._watch_made(unit, unit.root)
 
     def _watch_made(self, unit: Unit, root: Root) -> None:
-        """Watch the objects that a unit owns or shares, and that do not exist before it is ready to run."""
         for flat_param in unit.flat_params:
             if flat_param.grad.home is GradHome.HOST:
-                self._tap(flat_param.grad, "add", self._on_interval, unit, "copy_to_host")
-                self._tap(flat_param.grad, "land", self._on_interval, unit, "copy_wait")
-        if root not in self._roots:
-            self._roots.append(root)
-            if all(other.engine is not root.engine for other in self._roots[:-1]):
-                self._tap_weakly(root.engine, "enter", self._on_enter)
-                self._tap_weakly(root.engine, "leave", self._on_leave)
-                self._tap_weakly(root.engine, "abort", self._on_abort)
-            bucketer = root.shared.bucketer
-            self._tap(bucketer, "launch", self._on_launch)
-            self._tap(bucketer, "deliver", self._on_deliver)
-            self._tap(bucketer, "reduce", self._on_reduce)
+                self._during(flat_param.grad, "add", unit, "copy_to_host")
+                self._during(flat_param.grad, "land", unit, "copy_wait")
+        if root in self._roots:
+            return
+        if all(other.engine is not root.engine for other in self._roots):
+            self._watch_engine(root.engine)
+        self._roots.append(root)
+        bucketer = root.shared.bucketer
+        self._tap(bucketer, "launch", before=lambda bucket, *_: self._report_of(bucket.sources, "reduce"))
+        self._tap(
+            bucketer,
+            "deliver",
+            before=lambda bucket, _: self._report_of(bucket.sources, "reduce_wait"),
+            after=lambda bucket, _: self._report_of(bucket.sources, "reduce_wait" + END, "reduce" + END),
+        )
+        self._tap(
+            bucketer,
+            "reduce",
+            before=lambda source, *_: self._report_of(_hooked(source), "reduce"),
+            after=lambda source, *_: self._report_of(_hooked(source), "reduce" + END),
+        )
 
-    def _tap(self, owner: Any, name: str, around: Around, *first: Any) -> None:
-        self._undo.append(tap(owner, name, lambda method, *args, **kwargs: around(method, *first, *args, **kwargs)))
-
-    def _tap_weakly(self, owner: Any, name: str, around: Around) -> None:
-        """Like `_tap`, for an ``owner`` that outlives the model: it does not keep a dropped observation alive."""
-        known = weakref.WeakMethod(around, lambda _: undo())
-
-        def call(method: Any, *args: Any) -> Any:
-            own = known()
-            return method(*args) if own is None else own(method, *args)
-
-        undo = tap(owner, name, call)
-        self._undo.append(undo)
+    def _watch_engine(self, engine: Any) -> None:
+        begin, end = self._weakly("_begin_forward"), self._weakly("_end_forward")
+        self._undo_at_the_end(
+            _tapped(engine, "enter", None, begin),
+            _tapped(engine, "leave", end, None),
+            _tapped(engine, "abort", end, None),
+        )
 
     def _watch_optimizers(self) -> None:
-        """Watch all optimizers, because torch only has global hooks; they do not keep a dropped observation alive."""
-        before, after = weakref.WeakMethod(self._on_step), weakref.WeakMethod(self._on_stepped)
+        """Watch all optimizers, because torch only has global hooks."""
+        self._undo_at_the_end(
+            register_optimizer_step_pre_hook(self._weakly("_on_step")).remove,
+            register_optimizer_step_post_hook(self._weakly("_on_stepped")).remove,
+        )
 
-        def call(reference: weakref.WeakMethod[Any], optimizer: Optimizer, *_: Any) -> None:
-            method = reference()
-            if method is not None:
-                method(optimizer)
+    def _weakly(self, name: str) -> Callable[..., None]:
+        """A call of a method by what outlives the model: it does not keep a dropped observation alive."""
+        known = weakref.ref(self)
 
-        hooks = [
-            register_optimizer_step_pre_hook(partial(call, before)),
-            register_optimizer_step_post_hook(partial(call, after)),
-        ]
-        self._undo += [hook.remove for hook in hooks]
-        for hook in hooks:
-            weakref.finalize(self, hook.remove)
+        def call(first: Any, *_: Any) -> None:
+            own = known()
+            if own is not None:
+                getattr(own, name)(first)
 
-    # ---- events of a unit
+        return call
+
+    def _undo_at_the_end(self, *undo: Callable[[], None]) -> None:
+        self._undo += undo
+        for function in undo:
+            weakref.finalize(self, function)
+
+    def _tap(self, owner: Any, name: str, before: Told = None, after: Told = None) -> None:
+        self._undo.append(_tapped(owner, name, before, after))
+
+    def _during(
+        self, owner: Any, name: str, unit: Unit, event: str, phase: Callable[[Unit], Phase] = lambda _: POST
+    ) -> None:
+        """Report ``event`` of ``unit`` before a call of the method, and its end after it, also if it raises."""
+
+        def around(method: Any, *args: Any, **kwargs: Any) -> Any:
+            self._report(unit.fqn, event, phase(unit))
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._report(unit.fqn, event + END, phase(unit))
+
+        self._undo.append(tap(owner, name, around))
+
+    # ---- events
 
     def _report(self, fqn: str, event: str, phase: Phase) -> None:
         self._fn(UnitEvent(fqn, event, phase, time.perf_counter()))
 
-    def _on_interval(self, method: Any, unit: Unit, event: str, *args: Any, **kwargs: Any) -> Any:
-        self._report(unit.fqn, event, Phase.POST_BACKWARD)
-        try:
-            return method(*args, **kwargs)
-        finally:
-            self._report(unit.fqn, event + END, Phase.POST_BACKWARD)
+    def _report_of(self, sources: Sequence[Any], *events: str) -> None:
+        units = dict.fromkeys(self._unit_of[source] for source in sources if source in self._unit_of)
+        for event in events if units else ():
+            self._report(", ".join(unit.fqn for unit in units), event, POST)
 
-    def _on_materialize(self, method: Any, unit: Unit, root: Root, *args: Any) -> None:
-        method(root, *args)
-        self._watch_made(unit, root)
-
-    def _on_enter(self, method: Any, unit: Unit, *args: Any) -> Any:
-        made = method(unit, *args)
+    def _begin_forward(self, unit: Unit) -> None:
         if unit in self._units:
             self._in_forward.append(unit)
             self._report(unit.fqn, "forward", _before(unit))
-        return made
-
-    def _on_leave(self, method: Any, unit: Unit, *args: Any) -> Any:
-        self._end_forward(unit)
-        return method(unit, *args)
-
-    def _on_abort(self, method: Any, unit: Unit) -> None:
-        self._end_forward(unit)
-        method(unit)
 
     def _end_forward(self, unit: Unit) -> None:
         if self._in_forward and self._in_forward[-1] is unit:
             self._in_forward.pop()
             self._report(unit.fqn, "forward" + END, _before(unit))
 
-    def _on_begin_backward(self, method: Any, unit: Unit) -> None:
-        method()
+    def _begin_backward(self, unit: Unit) -> None:
         if unit not in self._in_backward:
             self._in_backward.add(unit)
             self._report(unit.fqn, "backward", Phase.PRE_BACKWARD)
 
-    def _end_backward(self, unit: Unit) -> None:
-        if unit in self._in_backward:
-            self._in_backward.remove(unit)
-            self._report(unit.fqn, "backward" + END, Phase.POST_BACKWARD)
-
-    def _on_unshard(self, method: Any, unit: Unit, *args: Any) -> None:
-        self._report(unit.fqn, "unshard", _before(unit))
-        method(*args)
-
-    def _on_wait_unshard(self, method: Any, unit: Unit) -> None:
-        self._report(unit.fqn, "unshard_wait", _before(unit))
-        method()
-        self._report(unit.fqn, "unshard_wait" + END, _before(unit))
-
-    def _on_reshard(self, method: Any, unit: Unit) -> None:
-        method()
-        self._report(unit.fqn, "reshard", Phase.POST_BACKWARD if _is_in_backward(unit) else Phase.FORWARD)
-
-    def _on_send_grads(self, method: Any, unit: Unit, *args: Any) -> None:
-        self._on_interval(method, unit, "write_grads", *args)
-
-    def _on_finish_pass(self, method: Any, unit: Unit) -> None:
-        method()
-        self._report_post_backward(unit)
-
     def _report_post_backward(self, unit: Unit) -> None:
         self._end_backward(unit)
         self._reported.add(unit)
-        self._report(unit.fqn, "post_backward", Phase.POST_BACKWARD)
+        self._report(unit.fqn, "post_backward", POST)
 
-    def _on_end_backward(self, method: Any, unit: Unit, **kwargs: Any) -> None:
-        method(**kwargs)
+    def _end_backward(self, unit: Unit) -> None:
+        if unit in self._in_backward:
+            self._in_backward.remove(unit)
+            self._report(unit.fqn, "backward" + END, POST)
+
+    def _finish(self, unit: Unit) -> None:
+        """The whole backward is over."""
         if unit.flat_params and unit not in self._reported:
             self._report_post_backward(unit)
         self._end_backward(unit)
         self._forget(unit)
 
-    def _on_reset(self, method: Any, unit: Unit) -> None:
-        self._forget(unit)
-        method()
-
     def _forget(self, unit: Unit) -> None:
-        for units in (self._in_backward, self._reported):
-            units.discard(unit)
-
-    # ---- events of shared objects
-
-    def _on_launch(self, method: Any, bucket: Bucket, *written: Any) -> None:
-        self._report_of(bucket.sources, "reduce")
-        method(bucket, *written)
-
-    def _on_deliver(self, method: Any, bucket: Bucket, transfer: Transfer) -> None:
-        self._report_of(bucket.sources, "reduce_wait")
-        method(bucket, transfer)
-        self._report_of(bucket.sources, "reduce_wait" + END)
-        self._report_of(bucket.sources, "reduce" + END)
-
-    def _on_reduce(self, method: Any, source: GradSource, *yields: Any) -> None:
-        hooked = [source] if isinstance(source.bucket_kind, HookKind) else []  # reduced by this call
-        self._report_of(hooked, "reduce")
-        method(source, *yields)
-        self._report_of(hooked, "reduce" + END)
-
-    def _report_of(self, sources: Sequence[Any], event: str) -> None:
-        units = dict.fromkeys(self._unit_of[source] for source in sources if source in self._unit_of)
-        if units:
-            self._report(", ".join(unit.fqn for unit in units), event, Phase.POST_BACKWARD)
+        self._in_backward.discard(unit)
+        self._reported.discard(unit)
 
     def _on_step(self, optimizer: Optimizer) -> None:
         if self._stepping in (None, optimizer) and self._is_ours(optimizer):  # its step may call those of others
@@ -294,9 +251,28 @@ class Observation:
         return any(param in shards for group in optimizer.param_groups for param in group["params"])
 
 
-def _is_in_backward(unit: Unit) -> bool:
-    return unit.root is not None and unit.root.backward is not None
+def _tapped(owner: Any, name: str, before: Told, after: Told) -> Callable[[], None]:
+    """Call ``before`` and ``after`` with the arguments of each call of a method that returns; what undoes it."""
+
+    def around(method: Any, *args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(*args, **kwargs)
+        found = method(*args, **kwargs)
+        if after is not None:
+            after(*args, **kwargs)
+        return found
+
+    return tap(owner, name, around)
+
+
+def _hooked(source: GradSource) -> list[GradSource]:
+    """``source`` if a communication hook reduces it, which `reduce` calls; no bucket is launched for it."""
+    return [source] if isinstance(source.bucket_kind, HookKind) else []
 
 
 def _before(unit: Unit) -> Phase:
-    return Phase.PRE_BACKWARD if _is_in_backward(unit) else Phase.FORWARD
+    return Phase.FORWARD if _after(unit) is Phase.FORWARD else Phase.PRE_BACKWARD
+
+
+def _after(unit: Unit) -> Phase:
+    return Phase.FORWARD if unit.root is None or unit.root.backward is None else POST

@@ -17,7 +17,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ def bars(events: Sequence[UnitEvent]) -> list[Bar]:
         rows = ends[bar.lane]
         row = next((index for index, end in enumerate(rows) if end <= bar.start), len(rows))
         rows[row : row + 1] = [bar.end]
-        placed.append(Bar(bar.lane, row, bar.kind, bar.fqn, bar.start, bar.end))
+        placed.append(replace(bar, row=row))
     return placed
 
 
@@ -131,10 +131,9 @@ def write_trace(path: Path, by_rank: Sequence[Sequence[UnitEvent]]) -> None:
         threads = {place: number for number, place in enumerate(_rows(shown))}
         entries.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
         for (lane, row), number in threads.items():
-            place = {"ph": "M", "pid": rank, "tid": number}
             name = lane if row == 0 else f"{lane} ({row + 1})"
-            entries.append({**place, "name": "thread_name", "args": {"name": name}})
-            entries.append({**place, "name": "thread_sort_index", "args": {"sort_index": number}})
+            for key, value in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": number})):
+                entries.append({"ph": "M", "pid": rank, "tid": number, "name": key, "args": value})
         entries += [
             {
                 "ph": "X",
@@ -201,7 +200,8 @@ def draw_timeline(path: Path, by_rank: Sequence[Sequence[UnitEvent]], title: str
             name = "" if bar.kind in _WAITS.values() else _fitting(bar.fqn, width / span)
             ink = "black" if bar.kind == "gather" else "white"
             axes.text(start + width / 2, height, name, ha="center", va="center", fontsize=8.5, color=ink)
-    axes.set_yticks(list(heights.values()), [_row_label(place) for place in heights], fontsize=10)
+    labels = [f"rank {rank}  {lane}" if row == 0 else "" for rank, lane, row in heights]
+    axes.set_yticks(list(heights.values()), labels, fontsize=10)
     axes.set_ylim(bottom + 0.7, -0.7)
     axes.set_xlim(0, 1.01 * span or 1)  # room for the last bar, which is thin
     axes.tick_params(axis="y", length=0)
@@ -215,9 +215,9 @@ def draw_timeline(path: Path, by_rank: Sequence[Sequence[UnitEvent]], title: str
         title += f"\nrank {rank} waited {waited} ms of the {on_way} ms with a gather, reduction or copy under way"
     axes.set_title(title, loc="left", fontsize=11)
     seen = {bar.kind for one in shown for bar in one}
-    labels = {kind: "wait" if kind in _WAITS.values() else kind for kind in _COLORS if kind in seen}
-    patches = {label: Patch(color=_COLORS[kind], label=label) for kind, label in labels.items()}
-    figure.legend(handles=[*patches.values()], loc="outside lower center", ncols=8, frameon=False, fontsize=10)
+    names = {"wait" if kind in _WAITS.values() else kind: color for kind, color in _COLORS.items() if kind in seen}
+    patches = [Patch(color=color, label=name) for name, color in names.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=8, frameon=False, fontsize=10)
     figure.savefig(path)
 
 
@@ -230,8 +230,8 @@ def _fitting(fqn: str, share: float) -> str:
     """The name of a unit, or the short form of it, that fits a bar of this share of the width; empty if none does."""
     names = fqn.split(", ")
     ends = [name.rpartition(".")[2] or "root" for name in names]
-    last = ends[0] if len(ends) == 1 else f"{len(ends)} units"
-    forms = [", ".join(name or "root" for name in names), ", ".join(ends), last]
+    several = [f"{len(ends)} units"] if len(ends) > 1 else []
+    forms = [", ".join(name or "root" for name in names), ", ".join(ends), *several]
     return next((form for form in forms if share > _LETTER * (len(form) + 0.6)), "")
 
 
@@ -246,36 +246,23 @@ def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-@dataclass
-class _OpenWork:
-    """Open intervals of a rank, as a stack: the last one is active, the others enclose it."""
-
-    began: float = 0.0
-    stack: list[tuple[str, str]] = field(default_factory=list)
-
-    def cut(self, at: float) -> Iterator[Bar]:
-        """Yield the bar of the active interval up to ``at``, and start the next bar there."""
-        if self.stack and at > self.began:
-            kind, fqn = self.stack[-1]
-            yield Bar("compute", 0, kind, fqn, self.began, at)
-        self.began = at
-
-
 def _compute_bars(events: Sequence[UnitEvent]) -> Iterator[Bar]:
-    work = _OpenWork()
+    """Bars of the innermost open interval; the others, which enclose it, go on when it ends."""
+    began, stack = 0.0, list[tuple[str, str]]()
     for event in events:
         name = event.event.removesuffix(END)
-        if name not in _ON_COMPUTE:
+        entry, is_end = (_ON_COMPUTE.get(name, ""), event.fqn), name != event.event
+        if name not in _ON_COMPUTE or (is_end and entry not in stack):
             continue
-        entry = _ON_COMPUTE[name], event.fqn
-        if not event.event.endswith(END):
-            yield from work.cut(event.time)
-            work.stack.append(entry)
-        elif entry in work.stack:
-            yield from work.cut(event.time)
-            del work.stack[len(work.stack) - 1 - work.stack[::-1].index(entry)]
-    if events:
-        yield from work.cut(events[-1].time)
+        if stack and event.time > began:
+            yield Bar("compute", 0, *stack[-1], began, event.time)
+        began = event.time
+        if is_end:
+            del stack[len(stack) - 1 - stack[::-1].index(entry)]
+        else:
+            stack.append(entry)
+    if stack and events[-1].time > began:
+        yield Bar("compute", 0, *stack[-1], began, events[-1].time)
 
 
 def _bars_beside(events: Sequence[UnitEvent]) -> Iterator[Bar]:
@@ -289,19 +276,13 @@ def _bars_beside(events: Sequence[UnitEvent]) -> Iterator[Bar]:
             lane, kind = _BESIDE[name]
             yield Bar(lane, 0, kind, event.fqn, begun[name, event.fqn].pop(0), event.time)
     for (name, fqn), starts in begun.items():
-        lane, kind = _BESIDE[name]
-        yield from (Bar(lane, 0, kind, fqn, start, events[-1].time) for start in starts)
+        yield from (Bar(_BESIDE[name][0], 0, _BESIDE[name][1], fqn, start, events[-1].time) for start in starts)
 
 
 def _rows(shown: Sequence[Bar]) -> list[tuple[str, int]]:
     """``(lane, row)`` of all bars, in the order of `LANES`."""
     places = {(bar.lane, bar.row) for bar in shown}
     return sorted(places, key=lambda place: (LANES.index(place[0]), place[1]))
-
-
-def _row_label(place: tuple[int, str, int]) -> str:
-    rank, lane, row = place
-    return f"rank {rank}  {lane}" if row == 0 else ""
 
 
 def _title(bar: Bar) -> str:

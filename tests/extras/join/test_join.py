@@ -79,20 +79,6 @@ def test_units_in_another_order_in_every_pass():
                 assert torch.equal(wrapped(x, order), plain(x, order))
 
 
-@on_ranks(1, 2)
-def test_training_while_all_ranks_have_batches():
-    """With equally many batches on every rank, training inside the block is the same as outside."""
-    states = []
-    for joins in (True, False):
-        model = wrap_tiny(tiny())
-        optimizer = sgd(model)
-        with model.join(enable=joins):
-            for step in range(3):
-                train_step(model, optimizer, step)
-        states.append(model.state_dict())
-    assert_same_state(*states)
-
-
 @on_ranks(2, 3)
 @pytest.mark.parametrize("with_grad", [True, False])
 def test_early_termination_throws_where_asked(with_grad):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fairshard.extras.observe.timeline import Bar, bars, draw_timeline, write_trace
+from fairshard.extras.observe.timeline import bars, draw_timeline, write_trace
 from fairshard.extras.observe.unit_event import Phase, UnitEvent
 
 # name, fqn, time: a forward in which `a` waits for its gather while `b`'s is issued, then a backward of `b`
@@ -98,8 +98,3 @@ def test_the_picture_is_a_png(tmp_path, by_rank):
     """The picture is a PNG, for ranks that did different things and for no events."""
     draw_timeline(tmp_path / "trace.png", by_rank, "title")
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_bars_are_values():
-    """Two bars with equal fields are equal."""
-    assert bars(events())[0] == Bar("gather", 0, "gather", "", 0.0, 2.0)
