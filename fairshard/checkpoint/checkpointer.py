@@ -18,7 +18,6 @@ from fairshard.checkpoint.agreement import await_writer, idle_group, on_all_rank
 from fairshard.checkpoint.entries import Stateful, Training
 from fairshard.checkpoint.loading import load_training
 from fairshard.checkpoint.preemption import Preempted, Preemption
-from fairshard.checkpoint.reader import Trust
 from fairshard.checkpoint.saving import Draft, not_saved, take, write
 from fairshard.checkpoint.snapshot import Buffers
 from fairshard.checkpoint.step_folders import StepFolders, check_step, step_name
@@ -204,7 +203,7 @@ class Checkpointer:
         group = idle_group()
         training = Training(model, optimizer, scheduler, scaler, extra)
         newest = on_first_rank(group, self._folders.newest)
-        return None if newest is None else self._load(newest, training, Trust())
+        return None if newest is None else self._load(newest, training)
 
     def load_step(
         self,
@@ -226,12 +225,12 @@ class Checkpointer:
         """
         self.wait()
         training = Training(model, optimizer, scheduler, scaler, extra)
-        self._load(f"{self.root}/{step_name(step)}", training, Trust(step=step))
+        self._load(f"{self.root}/{step_name(step)}", training, step)
         return step
 
-    def _load(self, folder: str, training: Training, trust: Trust) -> int | None:
+    def _load(self, folder: str, training: Training, step: int | None = None) -> int | None:
         try:
-            return load_training(folder, training, trust)
+            return load_training(folder, training, step=step)
         except CheckpointError as error:
             others = [f"{self.root}/{name}" for name in self._folders.whole_names() if not folder.endswith(name)]
             cure = f" Other checkpoints: {', '.join(others)}." if others else ""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fairshard.checkpoint.contents import checkpoint_folder, model_keys, whole_entry
-from fairshard.checkpoint.reader import CheckpointReader, SafePlanner, Trust, first_line
+from fairshard.checkpoint.reader import CheckpointReader, SafePlanner, first_line
 from fairshard.checkpoint.storage import Storage
 from fairshard.errors import CheckpointError
 
@@ -106,7 +106,7 @@ class _Weights:
     def __init__(self, checkpoint: str | os.PathLike[str], allow_unverified: bool) -> None:
         folder = checkpoint_folder(checkpoint)
         self._reader = CheckpointReader(folder)
-        self._reader.check_files(Trust(allow_unverified))
+        self._reader.check_files(allow_unverified)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._key = model_keys(self._metadata)

@@ -13,11 +13,11 @@ from pathlib import Path
 from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 
 from fairshard.checkpoint.consolidate import mapped_like, new_output
-from fairshard.checkpoint.manifest import FileEntry, Manifest, crc_of
+from fairshard.checkpoint.manifest import Manifest
 from fairshard.checkpoint.objects import read_object_file
 from fairshard.checkpoint.reader import first_line, without_warnings
 from fairshard.checkpoint.storage import MANIFEST, Storage
-from fairshard.checkpoint.writer import MarkedWriter
+from fairshard.checkpoint.writer import CheckpointWriter
 from fairshard.errors import CheckpointError
 from fairshard.state.fairscale_shards import Shard, in_order_of_ranks, parse, tied, whole_values
 
@@ -51,12 +51,11 @@ def _import(shards: Sequence[str | os.PathLike[str]], work: Path) -> Manifest:
     values = whole_values(files, lambda like: mapped_like(work, like))
     aliases = tied(files, values)
     model = {**values, **{name: values[first] for name, first in aliases.items()}}
+    writer = CheckpointWriter(str(work), None)
     with without_warnings():  # from this process alone, also while it is a rank of a group
-        save_state_dict({"model": model}, MarkedWriter(work), no_dist=True)
-    storage = Storage()
-    entries = {file.name: FileEntry(file.stat().st_size, crc_of(storage, str(file))) for file in work.iterdir()}
-    manifest = Manifest(step=None, world_size=len(files), files=entries, aliases=aliases)
-    storage.replace_text(str(work / MANIFEST), manifest.to_json())
+        save_state_dict({"model": model}, writer, no_dist=True)
+    manifest = Manifest(step=None, world_size=len(files), files=writer.files, aliases=aliases)
+    Storage().replace_text(str(work / MANIFEST), manifest.to_json())
     return manifest
 
 

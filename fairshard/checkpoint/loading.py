@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from fairshard.checkpoint.agreement import done_on_all_ranks, failure_of, idle_group, on_all_ranks, rank_in, size_of
 from fairshard.checkpoint.contents import checkpoint_folder, model_keys, whole_entry
 from fairshard.checkpoint.entries import Stateful, Training, check_rng, model_entries, rank_key, restore_rng, unwrapped
-from fairshard.checkpoint.reader import CheckpointReader, SafePlanner, Trust, first_line, without_warnings
+from fairshard.checkpoint.reader import CheckpointReader, SafePlanner, first_line, without_warnings
 from fairshard.checkpoint.storage import full_path
 from fairshard.errors import CheckpointError
 from fairshard.settings.state_dicts import StateDictType
@@ -73,11 +73,13 @@ def load(
         ValueError: on every rank, if the optimizer's state or groups do not fit.
     """
     training = Training(model, optimizer, scheduler, scaler, extra)
-    return load_training(folder, training, Trust(allow_unverified))
+    return load_training(folder, training, allow_unverified)
 
 
-def load_training(folder: str | os.PathLike[str], training: Training, trust: Trust) -> int | None:
-    """`load` into ``training``. **Collective.**"""
+def load_training(
+    folder: str | os.PathLike[str], training: Training, allow_unverified: bool = False, step: int | None = None
+) -> int | None:
+    """`load` into ``training``; the checkpoint must be of ``step``, if that is given. **Collective.**"""
     group = idle_group()
     given = ", ".join(name for name in ("optimizer", "scheduler", "scaler") if getattr(training, name) is not None)
     every = on_all_ranks(group, lambda: (full_path(folder), given or "none", checkpoint_folder(folder)))
@@ -93,7 +95,7 @@ def load_training(folder: str | os.PathLike[str], training: Training, trust: Tru
             )
     with collector_paused():
         reader = RankReader(every[0][2], group)
-        on_all_ranks(group, lambda: reader.check_files(trust, rank_in(group), size_of(group)))
+        on_all_ranks(group, lambda: reader.check_files(allow_unverified, step, rank_in(group), size_of(group)))
         loading = Loading(training, group, reader)
         loading.read()
         return loading.apply()
@@ -118,7 +120,7 @@ def load_optimizer(
     params = OptimParams(model)
 
     def target() -> OptimizerTarget:
-        reader.check_files(Trust(allow_unverified), rank_in(group), size_of(group))
+        reader.check_files(allow_unverified, None, rank_in(group), size_of(group))
         metadata = reader.read_metadata()
         return OptimizerTarget(reader.folder, metadata, metadata.state_dict_metadata, params, _held_by(optimizer))
 

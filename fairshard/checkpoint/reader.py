@@ -14,7 +14,6 @@ import threading
 import warnings
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from typing import IO, Any
 
@@ -38,14 +37,6 @@ MAX_METADATA_NBYTES = 1 << 30
 
 _filters = threading.Lock()
 _MAX_LINE = 400  # characters: a damaged file can have a name of any length
-
-
-@dataclass(frozen=True)
-class Trust:
-    """What a load demands of a checkpoint: see `fairshard.checkpoint.load`; and to be of ``step``, by its manifest."""
-
-    allow_unverified: bool = False
-    step: int | None = None
 
 
 class CheckpointReader(FileSystemReader):
@@ -86,14 +77,14 @@ class CheckpointReader(FileSystemReader):
                 ) from error
         return self._known
 
-    def check_files(self, trust: Trust, rank: int = 0, num_ranks: int = 1) -> None:
+    def check_files(self, allow_unverified: bool, step: int | None = None, rank: int = 0, num_ranks: int = 1) -> None:
         """Read manifest and metadata, and compare this rank's share of the files with their checksums.
 
         Checkpoints of plain torch have no manifest, nor any mark of ours: rank 0 warns.
 
         Raises:
             CheckpointError: a file is missing, damaged or not in the manifest; or the metadata are marked as ours, but
-                the manifest is missing; or it is of another step.
+                the manifest is missing, unless ``allow_unverified``; or the manifest is of another ``step``.
         """
         self.manifest = read_manifest(self._storage, self.folder)
         files = {} if self.manifest is None else self.manifest.files
@@ -101,7 +92,7 @@ class CheckpointReader(FileSystemReader):
             verify_file(self._storage, self.folder, name, files[name])
         known = self.read_metadata()
         if self.manifest is None:
-            if is_marked(known) and not trust.allow_unverified:
+            if is_marked(known) and not allow_unverified:
                 raise CheckpointError(
                     f"{self.folder} must have the {MANIFEST} that it was saved with, but it is missing, so nothing "
                     "shows whether the files are whole. Use another checkpoint; to read this one unchecked, pass "
@@ -116,9 +107,9 @@ class CheckpointReader(FileSystemReader):
                 "belongs to another checkpoint. Use another checkpoint."
             )
         found = None if self.manifest is None else self.manifest.step
-        if trust.step not in (None, found):
+        if step not in (None, found):
             raise CheckpointError(
-                f"{self.folder} must be the checkpoint of step {trust.step}, but its {MANIFEST} says "
+                f"{self.folder} must be the checkpoint of step {step}, but its {MANIFEST} says "
                 f"{'no step' if found is None else f'step {found}'}: the folder was renamed. Give it the name of its "
                 "step."
             )

@@ -34,17 +34,7 @@ _MIN_WRITE_BACK_NBYTES = 1 << 24
 _CAN_LEAVE_CRC_OUT = len(inspect.signature(getattr(torch.serialization, "_save", print)).parameters) == 5
 
 
-class MarkedWriter(FileSystemWriter):
-    """torch's writer, which also writes into the metadata that they belong to a folder with a manifest."""
-
-    def storage_meta(self) -> StorageMeta:
-        """Origin of the checkpoint; plain torch reads it as its own."""
-        found = super().storage_meta() or StorageMeta()
-        found.modules = [*getattr(found, "modules", ()), MARK]  # torch < 2.7 has none
-        return found
-
-
-class CheckpointWriter(MarkedWriter):
+class CheckpointWriter(FileSystemWriter):
     """torch's writer for the ranks of ``group``; `files` has the files of this rank."""
 
     def __init__(self, folder: str, group: ProcessGroup | None) -> None:
@@ -53,6 +43,12 @@ class CheckpointWriter(MarkedWriter):
         self.files: dict[str, FileEntry] = {}
         self._folder = folder
         self._group = group
+
+    def storage_meta(self) -> StorageMeta:
+        """Origin of the checkpoint; plain torch reads it as its own. It says that there is a manifest."""
+        found = super().storage_meta() or StorageMeta()
+        found.modules = [*getattr(found, "modules", ()), MARK]  # torch < 2.7 has none
+        return found
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Do not create the folder: it exists, and torch's method would create it after another rank removed it."""
