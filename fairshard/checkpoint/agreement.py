@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fairshard.checkpoint.reader import first_line
+from fairshard.checkpoint.reader import first_line, without_warnings
 from fairshard.checks.positions import BACKGROUND
 from fairshard.checks.watchdog import has_failed, watch
 from fairshard.errors import CheckpointError, CollectiveFailedError, FairshardError
 from fairshard.utils.collectives import gather_objects
+from fairshard.utils.failures import explained
 from fairshard.utils.groups import fail_at_once, host_group, timeout_of
 
 T = TypeVar("T")
@@ -165,10 +166,18 @@ def size_of(group: ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-def failure_of(error: CheckpointException, group: ProcessGroup | None) -> FairshardError:
-    """The error to raise for ``error`` of torch.distributed.checkpoint over ``group``."""
-    own = error.failures.get(rank_in(group), (None,))[0]
-    return own if isinstance(own, FairshardError) else CheckpointError(described(error))
+def with_torch(call: Callable[..., Any], values: Any, group: ProcessGroup | None, **options: Any) -> None:
+    """Call a function of torch.distributed.checkpoint. **Collective** over ``group``.
+
+    Raises:
+        CheckpointError: on every rank, that of the lowest rank that raised; or this rank's own error of fairshard.
+    """
+    try:
+        with without_warnings():
+            explained(call)(values, process_group=group, **options)
+    except CheckpointException as error:
+        own = error.failures.get(rank_in(group), (None,))[0]
+        raise (own if isinstance(own, FairshardError) else CheckpointError(described(error))) from error
 
 
 def described(error: BaseException) -> str:

@@ -94,18 +94,14 @@ def object_entries(training: Training, rank: int) -> dict[str, Any]:
     return entries
 
 
-def replicated_sums(entries: Mapping[str, Any]) -> dict[str, int]:
-    """Checksums of the model's replicated values, such as BatchNorm statistics."""
-    return {name: checksum(value) for name, value in _replicated(entries).items()}
+def replicated(entries: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The model's replicated values, such as BatchNorm statistics, which may differ between ranks.
 
-
-def add_own_values(entries: Mapping[str, Any], rank: int, first: dict[str, int], own: dict[str, int]) -> None:
-    """Add this rank's replicated values that differ from rank 0's, by the `replicated_sums` of both ranks.
-
-    ``model`` holds rank 0's values; a load on the same number of ranks restores each rank's own.
+    ``model`` holds rank 0's; a load on the same number of ranks restores each rank's own.
     """
-    differing = {name: value for name, value in _replicated(entries).items() if own[name] != first.get(name)}
-    entries[rank_key(rank)][0]["values"] = {name: value.to("cpu", copy=True) for name, value in differing.items()}
+    model = entries["model"].items()
+    sharded = (SpanTensor, DTensor)
+    return {name: value for name, value in model if isinstance(value, Tensor) and not isinstance(value, sharded)}
 
 
 def rank_key(rank: int) -> str:
@@ -169,12 +165,6 @@ def live_storages(params: OptimParams, optimizer: Optimizer | None) -> set[int]:
             memory = [memory_of(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
             found.update(own.untyped_storage().data_ptr() for own in memory if own.device.type == "cpu" and own.numel())
     return found
-
-
-def _replicated(entries: Mapping[str, Any]) -> dict[str, Tensor]:
-    model = entries["model"].items()
-    sharded = (SpanTensor, DTensor)
-    return {name: value for name, value in model if isinstance(value, Tensor) and not isinstance(value, sharded)}
 
 
 def _plain(where: str, value: Any) -> Any:

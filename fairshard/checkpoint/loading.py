@@ -15,17 +15,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from fairshard.checkpoint.agreement import done_on_all_ranks, failure_of, idle_group, on_all_ranks, rank_in, size_of
+from fairshard.checkpoint.agreement import done_on_all_ranks, idle_group, on_all_ranks, rank_in, size_of, with_torch
 from fairshard.checkpoint.contents import checkpoint_folder, model_keys, whole_entry
 from fairshard.checkpoint.entries import Stateful, Training, check_rng, model_entries, rank_key, restore_rng, unwrapped
-from fairshard.checkpoint.reader import CheckpointReader, SafePlanner, first_line, without_warnings
+from fairshard.checkpoint.reader import CheckpointReader, SafePlanner, first_line
 from fairshard.checkpoint.storage import full_path
 from fairshard.errors import CheckpointError
 from fairshard.settings.state_dicts import StateDictType
@@ -34,7 +33,6 @@ from fairshard.state.full_params import spans_of
 from fairshard.state.optim_loading import ShardedOptimState, check_of_class, is_elementwise, zeros_like_shard
 from fairshard.state.optim_params import NamedParam, OptimParams
 from fairshard.utils.collector import collector_paused
-from fairshard.utils.failures import explained
 from fairshard.utils.span_tensor import SpanTensor
 from fairshard.utils.subclasses import is_wrapper
 from fairshard.utils.user_line import level_of_user
@@ -140,11 +138,7 @@ class RankReader(CheckpointReader):
 
     def read(self, values: dict[str, Any]) -> None:
         """Read the entries of ``values`` in place. **Collective.**"""
-        try:
-            with without_warnings():
-                explained(dcp.load)(values, storage_reader=self, planner=SafePlanner(), process_group=self._group)
-        except CheckpointException as error:
-            raise failure_of(error, self._group) from error
+        with_torch(dcp.load, values, self._group, storage_reader=self, planner=SafePlanner())
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         """Read, and wait until the other ranks have."""

@@ -15,33 +15,31 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_saver as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from fairshard.checkpoint.agreement import (
     described,
-    failure_of,
     idle_group,
     on_all_ranks,
     on_first_rank,
     rank_in,
     size_of,
+    with_torch,
 )
 from fairshard.checkpoint.entries import (
     Stateful,
     Training,
-    add_own_values,
     aliases_of,
     checksum,
     live_storages,
     model_entries,
     object_entries,
-    replicated_sums,
+    rank_key,
+    replicated,
 )
 from fairshard.checkpoint.manifest import FileEntry, Manifest
-from fairshard.checkpoint.reader import without_warnings
 from fairshard.checkpoint.snapshot import Buffers, Snapshot
 from fairshard.checkpoint.step_folders import check_step
 from fairshard.checkpoint.storage import MANIFEST, TEMPORARY, Storage, full_path, storage_of
@@ -52,7 +50,6 @@ from fairshard.state.optim_gathering import GatheredOptimState, problem_among, p
 from fairshard.state.optim_params import OptimParams
 from fairshard.utils.collectives import gather_objects
 from fairshard.utils.collector import collector_paused
-from fairshard.utils.failures import explained
 from fairshard.utils.span_tensor import SpanTensor
 
 
@@ -139,7 +136,8 @@ def take(training: Training, step: int | None, buffers: Buffers | None) -> Draft
         live = live_storages(params, optimizer) if buffers is not None else set()
         snapshots.append(Snapshot(entries, buffers, live))
         pieces = shared_by_few(snapshots[0].entries, params, num_ranks)
-        return Facts(step, histories(model), replicated_sums(snapshots[0].entries), pieces, state, settings)
+        sums = {name: checksum(value) for name, value in replicated(snapshots[0].entries).items()}
+        return Facts(step, histories(model), sums, pieces, state, settings)
 
     try:
         with collector_paused():
@@ -149,7 +147,12 @@ def take(training: Training, step: int | None, buffers: Buffers | None) -> Draft
         for optim in [] if comms else optims:  # several groups compare one by one
             optim.check()
         check_facts(every)
-        add_own_values(snapshots[0].entries, rank, every[0].sums, every[rank].sums)
+        entries, first, own = snapshots[0].entries, every[0].sums, every[rank].sums
+        entries[rank_key(rank)][0]["values"] = {
+            name: value.to("cpu", copy=True)
+            for name, value in replicated(entries).items()
+            if own[name] != first.get(name)
+        }
     except BaseException:
         for snapshot in snapshots:
             snapshot.close()
@@ -284,17 +287,8 @@ def not_saved(folder: str, error: Exception, group: ProcessGroup | None) -> Fair
 
 def _write_files(draft: Draft, work: str, group: ProcessGroup | None) -> list[dict[str, FileEntry]]:
     """Write this rank's files; returns the files of every rank, with their checksums."""
-    writer = CheckpointWriter(work, group)
-    try:
-        with without_warnings():
-            explained(dcp.save)(
-                draft.snapshot.entries,
-                storage_writer=writer,
-                planner=SnapshotPlanner(draft.snapshot),
-                process_group=group,
-            )
-    except CheckpointException as error:
-        raise failure_of(error, group) from error
+    writer, planner = CheckpointWriter(work, group), SnapshotPlanner(draft.snapshot)
+    with_torch(dcp.save, draft.snapshot.entries, group, storage_writer=writer, planner=planner)
     return gather_objects(writer.files, group)
 
 
