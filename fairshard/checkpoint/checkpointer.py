@@ -87,7 +87,6 @@ class Checkpointer:
         self._buffers: Buffers = {}
         self._thread: threading.Thread | None = None
         self._failure: FairshardError | None = None
-        self._has_cleaned = False
         self._is_compared = False
         self._is_locked = False
 
@@ -282,9 +281,6 @@ class Checkpointer:
         name = step_name(draft.step or 0)
         folder = f"{self.root}/{name}"
         try:
-            if not self._has_cleaned:
-                self._has_cleaned = True
-                on_first_rank(group, self._folders.remove_leftovers)
             write(draft, folder, group, partial(self._folders.set_aside, folder))
             on_first_rank(group, lambda: self._folders.point(name, self.keep_last))
         except (CheckpointError, CollectiveFailedError) as error:

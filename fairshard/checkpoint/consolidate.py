@@ -135,12 +135,12 @@ class _Weights:
         return sum(self._like[name].nbytes for name in names)
 
     def read(self, folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
-        """The tensors ``names``, in a memory-mapped file in ``folder``."""
+        """The tensors ``names``, in memory-mapped files in ``folder``."""
         values = mapped_like(folder, {name: self._like[name] for name in names})
-        for name, value in values.items():
-            planner = SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            planner.set_up_planner({self._key[name]: value}, self._metadata, is_coordinator=True)
-            self._reader.read_data(planner.create_local_plan(), planner)
+        planner = SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        by_key = {self._key[name]: value for name, value in values.items()}
+        planner.set_up_planner(by_key, self._metadata, is_coordinator=True)
+        self._reader.read_data(planner.create_local_plan(), planner)
         return values
 
     def _empty_like(self, folder: str, key: str) -> Tensor:

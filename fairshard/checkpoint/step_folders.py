@@ -53,34 +53,29 @@ class StepFolders:
     def poll(self) -> bool | None:
         """Whether this process has the lock now; None if the folder cannot be written, which a save then reports.
 
+        With the lock, what killed saves have left is removed.
+
         fsspec has no operation that is exclusive everywhere: there are no locks there. A lock that was taken is left
         with `leave`, with this object, or with the process.
 
         Raises:
             CheckpointError: another run has it.
         """
-        if is_remote(self.root):
-            return True
-        lock = lock_of(self.root)
-        try:
-            if not lock.poll():
-                return False
-        except OSError:
-            return None
-        self._lock, self._leave = lock, weakref.finalize(self, lock.leave)
+        if not is_remote(self.root):
+            lock = lock_of(self.root)
+            try:
+                if not lock.poll():
+                    return False
+            except OSError:
+                return None
+            self._lock, self._leave = lock, weakref.finalize(self, lock.leave)
+        self._remove_leftovers()
         return True
 
     def leave(self) -> None:
         """Give the folder free."""
         self._leave()
         self._lock = None
-
-    def remove_leftovers(self) -> None:
-        """Remove what killed saves have left."""
-        self.resolve_replaced()
-        for name in self._storage.names(self.root):
-            if _LEFTOVER.fullmatch(name):
-                self._storage.remove(f"{self.root}/{name}")
 
     def set_aside(self, folder: str) -> None:
         """Rename an existing checkpoint of the same step: a run resumed from an earlier step saves that step again."""
@@ -143,6 +138,12 @@ class StepFolders:
         """Names of the step folders with a manifest, oldest first."""
         steps = [name for name in self._storage.names(self.root) if _STEP.fullmatch(name)]
         return sorted(filter(self._is_whole, steps), key=lambda name: int(name.removeprefix("step-")))
+
+    def _remove_leftovers(self) -> None:
+        self.resolve_replaced()
+        for name in self._storage.names(self.root):
+            if _LEFTOVER.fullmatch(name):
+                self._storage.remove(f"{self.root}/{name}")
 
     def _check_ours(self, folder: str) -> None:
         """Check that ``folder`` holds a checkpoint of fairshard and nothing else, so that it may be moved or removed.
