@@ -7,6 +7,7 @@ import struct
 import warnings
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,13 +17,14 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from fairshard.checkpoint import Checkpointer, load, save
 from fairshard.checkpoint.consolidate import consolidate_torch
 from fairshard.checkpoint.contents import read_contents
+from fairshard.checkpoint.entries import rng_state
 from fairshard.checkpoint.import_fairscale import import_fairscale
 from fairshard.checkpoint.objects import read_object
 from fairshard.checkpoint.reader import CheckpointReader
 from fairshard.errors import CheckpointError
 from tests.checkpoint.hostile_files import PICKLES, archive_of, pickled_tensor
 from tests.checkpoint.limited import MAX_NBYTES, MAX_SECONDS, assert_refused, run_limited
-from tests.checkpoint.written import save_alone, sign
+from tests.checkpoint.written import change_metadata, save_alone, sign
 
 NBYTES = 300_000  # a larger file may take more memory: each of its bytes can make an object
 
@@ -113,14 +115,6 @@ def test_shards_that_describe_more_than_they_hold_take_no_disk(tmp_path):
     assert_refused(outcome, CheckpointError, "shard.pt", "at least one is missing")
 
 
-def change_metadata(folder, change):
-    """Apply ``change`` to the metadata, and sign the folder."""
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    change(metadata)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    sign(folder)
-
-
 def claim_terabytes(metadata):
     """Let an entry claim a terabyte."""
     entry = metadata.state_dict_metadata["model.w"]
@@ -141,6 +135,7 @@ def test_entries_are_not_believed(change, tmp_path):
     """An entry of signed metadata that cannot be in its file takes neither memory nor disk."""
     save_alone(tmp_path / "saved", {"model": {"w": torch.ones(256, 256)}})
     change_metadata(tmp_path / "saved", change)
+    sign(tmp_path / "saved")
     outcome = run_limited(consolidate_torch, tmp_path / "saved", tmp_path / "out.pt")
     assert_refused(outcome, CheckpointError, "saved/.metadata")
     assert outcome.nbytes < 1 << 25
@@ -150,25 +145,15 @@ def test_entries_are_not_believed(change, tmp_path):
 @pytest.mark.parametrize("damage", ["position", "keys", "none"])
 def test_a_state_of_generators_is_checked_before_anything_changes(damage, tmp_path):
     """numpy would read outside of its memory at a position after the end; others would fail in the middle of a load."""
-    model, extra = torch.nn.Linear(2, 2), {}
-    save(tmp_path / "saved", model)
-    metadata = pickle.loads((tmp_path / "saved" / ".metadata").read_bytes())
-    (place,) = [place for index, place in metadata.storage_data.items() if index.fqn == "rank.0"]
-    path = tmp_path / "saved" / place.relative_path
-    (own,) = read_bytes(path.read_bytes()[place.offset : place.offset + place.length])
-    kind, keys, _, *rest = own["rng"]["numpy"]
+    state = rng_state()
+    kind, keys, _, *rest = state["numpy"]
     changed = {"position": (kind, keys, 10**6, *rest), "keys": (kind, keys[:5], 1, *rest), "none": None}[damage]
-    own["rng"]["numpy"] = changed
-    place.offset = path.stat().st_size
-    with path.open("ab") as file:
-        torch.save((own,), file)
-    place.length = path.stat().st_size - place.offset
-    (tmp_path / "saved" / ".metadata").write_bytes(pickle.dumps(metadata))
-    sign(tmp_path / "saved")
+    with mock.patch("fairshard.checkpoint.entries.rng_state", return_value={**state, "numpy": changed}):
+        save(tmp_path / "saved", torch.nn.Linear(2, 2))
     other = torch.nn.Linear(2, 2)
     before, state = other.weight.clone(), torch.get_rng_state()
     with pytest.raises(CheckpointError, match=r"must hold what a rank saved as `rank.0`"):
-        load(tmp_path / "saved", other, extra=extra)
+        load(tmp_path / "saved", other, extra={})
     assert other.weight.equal(before)
     assert torch.get_rng_state().equal(state)
 
@@ -357,6 +342,7 @@ def test_a_manifest_vouches_for_all_files_or_none(tmp_path):
             place.relative_path = "other.distcp"
 
     change_metadata(tmp_path / "saved", point_elsewhere)
+    sign(tmp_path / "saved")
     (tmp_path / "saved" / "other.distcp").write_bytes((tmp_path / "saved" / "__0_0.distcp").read_bytes())
     with pytest.raises(CheckpointError, match=r"fairshard.json does not list other.distcp"):
         load(tmp_path / "saved", model)

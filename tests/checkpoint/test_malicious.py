@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from fairshard.checkpoint import Checkpointer, load
 from fairshard.errors import CheckpointError
-from tests.checkpoint.written import Exploit, poison_tensor, sign
+from tests.checkpoint.written import Exploit, change_metadata, poison_entry, poison_tensor, sign
 from tests.kit import run_ranks
 from tests.models import mlp, wrap_each
 
@@ -86,28 +86,6 @@ def attempt(request, written, tmp_path):
         return said
 
     return run
-
-
-def poison_object(folder, key, evil):
-    """Replace the object ``key`` by ``evil``; return the name of its file."""
-    path = Path(folder) / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    (place,) = [place for index, place in metadata.storage_data.items() if index.fqn == key]
-    file = Path(folder) / place.relative_path
-    place.offset = file.stat().st_size
-    with file.open("ab") as opened:
-        torch.save(evil, opened)
-    place.length = file.stat().st_size - place.offset
-    path.write_bytes(pickle.dumps(metadata))
-    return place.relative_path
-
-
-def change_metadata(folder, change):
-    """Apply ``change`` to the metadata file."""
-    path = Path(folder) / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    change(metadata)
-    path.write_bytes(pickle.dumps(metadata))
 
 
 def assert_refused(said, *words):
@@ -198,7 +176,7 @@ def test_code_in_place_of_an_object(attempt, key, exploit):
     def poison(folder, mark):
         known = pickle.loads((folder / ".metadata").read_bytes()).storage_data
         own = next(index.fqn for index in known if index.fqn.startswith(key))
-        words.extend((own, f"step-00000001/{poison_object(folder, own, (exploit(mark),))}"))
+        words.extend((own, f"step-00000001/{poison_entry(folder, own, (exploit(mark),))}"))
         sign(folder)
 
     said = attempt(poison)
