@@ -44,7 +44,7 @@ def read_metadata(data: bytes) -> Metadata:
     Raises:
         Exception: they are not metadata, or are damaged; of any kind.
     """
-    state = _bag(read_pickle(io.BytesIO(data))[0], Metadata).state
+    state = _bag(read_pickle(io.BytesIO(data))[0], _path(Metadata)).state
     entries, places = _items(state["state_dict_metadata"]), _items(state["storage_data"])
     num_chunks = sum(len(entry.state["chunks"]) for entry in entries.values() if _is_tensor(entry))
     if num_chunks > 2 * len(places) + _MAX_LOST:  # the same ones again and again
@@ -119,9 +119,10 @@ def _optional(make: Make) -> Make:
 
 def _object(kind: type, **makes: Make) -> Make:
     """Of a bag of the attributes of a ``kind``."""
+    path = _path(kind)
 
     def make(bag: Any) -> Any:
-        state = _bag(bag, kind).state or {}
+        state = _bag(bag, path).state or {}
         made: Any = object.__new__(kind)
         vars(made).update({name: make_value(state.get(name)) for name, make_value in makes.items()})
         return made
@@ -129,9 +130,12 @@ def _object(kind: type, **makes: Make) -> Make:
     return make
 
 
-def _bag(bag: Any, *kinds: type | str) -> Bag:
-    """The bag of an object of one of ``kinds``, classes or paths."""
-    paths = [kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _bag(bag: Any, *paths: str) -> Bag:
+    """The bag of an object whose class has one of ``paths``."""
     if type(bag) is not Bag or bag.path not in paths:
         raise UnpicklingError(f"it has {_named(bag)} in the place of {paths[0]}")
     return bag
@@ -168,12 +172,12 @@ def _size(bag: Any) -> torch.Size:
 
 
 def _properties(bag: Any) -> dcp.TensorProperties:
-    state = _bag(bag, dcp.TensorProperties).state
+    state = _bag(bag, _PROPERTIES).state
     if len(state) not in (5, 6):  # torch 2.15 adds the strides; not needed here
         raise UnpicklingError(f"the properties of a tensor have {len(state)} entries")
     dtype, layout, requires_grad, memory_format, pin_memory = state[:5]
     (layout_name,) = _bag(layout, "torch.serialization._get_layout").args
-    (number,) = _bag(memory_format, dcp._MEM_FORMAT_ENCODING).args
+    (number,) = _bag(memory_format, _ENCODING).args
     encoding = dcp._MEM_FORMAT_ENCODING(number)
     made = object.__new__(dcp.TensorProperties)
     made.__setstate__((dtype_of(dtype), LAYOUTS[layout_name], _flag(requires_grad), encoding, _flag(pin_memory)))
@@ -185,9 +189,12 @@ def _entry(bag: Any) -> Any:
 
 
 def _is_tensor(bag: Any) -> bool:
-    return type(bag) is Bag and bag.path == f"{dcp.__name__}.TensorStorageMetadata"
+    return type(bag) is Bag and bag.path == _TENSOR
 
 
+_TENSOR, _PROPERTIES, _ENCODING = map(
+    _path, (dcp.TensorStorageMetadata, dcp.TensorProperties, dcp._MEM_FORMAT_ENCODING)
+)
 _text, _flag = _one_of(str), _one_of(bool)
 _numbers = _many(_number, _MAX_DIMS)
 _levels = _many(_one_of(str, int), _MAX_LEVELS)
