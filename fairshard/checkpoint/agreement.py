@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fairshard.checkpoint.reader import first_line
+from fairshard.checkpoint.reader import first_line, without_warnings
 from fairshard.checks.positions import BACKGROUND
 from fairshard.checks.watchdog import has_failed, watch
 from fairshard.errors import CheckpointError, CollectiveFailedError, FairshardError
 from fairshard.utils.collectives import gather_objects
+from fairshard.utils.failures import explained
 from fairshard.utils.groups import fail_at_once, host_group, timeout_of
 
 T = TypeVar("T")
@@ -43,15 +44,16 @@ def on_all_ranks(group: ProcessGroup | None, fn: Callable[[], T]) -> list[T]:
         CheckpointError, TypeError, ValueError: on every rank, the error of the lowest rank that raised.
         CollectiveFailedError: a rank has ended, is stopped, or does something else.
     """
-    value, error = None, None
-    with _Busy(group) as busy:
-        try:
-            value = fn()
-        except Exception as raised:  # any error must reach the other ranks
-            error = raised
+    value, error, failed = None, None, None
+    busy = _Busy(group)
+    try:
+        value = fn()
+    except Exception as raised:  # any error must reach the other ranks
+        error, failed = raised, (type(raised).__name__, described(raised))
+    finally:
+        busy.end()
     if busy.failure is not None:
         raise busy.failure
-    failed = None if error is None else (type(error).__name__, described(error))
     every: list[Any] = [_BUSY]
     while _BUSY in every:
         every = _gathered((value, failed), group)
@@ -63,22 +65,16 @@ def on_all_ranks(group: ProcessGroup | None, fn: Callable[[], T]) -> list[T]:
     return [value for value, _ in every]
 
 
+def on_first_rank(group: ProcessGroup | None, fn: Callable[[], T]) -> T:
+    """Call ``fn`` like `on_all_ranks`, but on rank 0 only; its result, on all ranks. **Collective.**"""
+    found: Any = on_all_ranks(group, lambda: fn() if rank_in(group) == 0 else None)[0]
+    return found  # type: ignore[no-any-return]
+
+
 def done_on_all_ranks(group: ProcessGroup | None, fn: Callable[[], T]) -> T:
-    """Call ``fn`` like `on_all_ranks`, but return this rank's result. **Collective.**
-
-    Raises:
-        CheckpointError: on every rank, the error of the lowest rank that raised.
-        CollectiveFailedError: a rank has ended, is stopped, or does something else.
-    """
+    """Call ``fn`` like `on_all_ranks`, but return this rank's result, which is not sent. **Collective.**"""
     own: list[T] = []
-
-    def keep() -> None:
-        try:
-            own.append(fn())
-        except Exception as error:  # of any kind, such as those of damaged files
-            raise CheckpointError(described(error)) from error
-
-    on_all_ranks(group, keep)
+    on_all_ranks(group, lambda: own.append(fn()))
     return own[0]
 
 
@@ -91,34 +87,28 @@ def _gathered(value: Any, group: ProcessGroup | None) -> list[Any]:
 
 
 class _Busy:
-    """While its ``with`` block runs, sends `_BUSY` to the other ranks in turn."""
+    """Until its `end`, sends `_BUSY` to the other ranks in turn."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self.failure: Exception | None = None
-        self._group = group
         self._is_over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._send, args=(group,), name="fairshard busy", daemon=True)
         if group is not None and group.size() > 1:
-            self._thread = threading.Thread(target=self._send, name="fairshard busy", daemon=True)
+            self._thread.start()
 
-    def _send(self) -> None:
-        assert self._group is not None
-        timeout = timeout_of(self._group)
+    def _send(self, group: ProcessGroup) -> None:
+        timeout = timeout_of(group)
         every = _BUSY_EVERY_S if timeout is None else min(_BUSY_EVERY_S, timeout.total_seconds() / 4)
         try:
             while not self._is_over.wait(every):
-                _gathered(_BUSY, self._group)
+                _gathered(_BUSY, group)
         except Exception as error:  # for the thread that waits for this one
             self.failure = error
 
-    def __enter__(self) -> _Busy:
-        if self._thread is not None:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """Stop sending."""
         self._is_over.set()
-        if self._thread is not None:
+        if self._thread.ident is not None:
             self._thread.join()
 
 
@@ -126,49 +116,44 @@ _writers: weakref.WeakKeyDictionary[ProcessGroup, threading.Thread] = weakref.We
 
 
 def idle_group() -> ProcessGroup | None:
-    """`host_group`, once no background save uses it."""
-    watch()
-    return idle(host_group())
-
-
-def idle(group: ProcessGroup | None) -> ProcessGroup | None:
-    """``group``, once no background thread uses it: concurrent users would receive each other's messages.
+    """`host_group`, once no background save uses it: concurrent users would receive each other's messages.
 
     Raises:
-        CollectiveFailedError: a collective has failed, and the thread has not ended since.
+        CollectiveFailedError: see `await_writer`.
     """
-    writer = None if group is None else _writers.get(group)
-    if writer is not None and not ended(writer):
-        raise unfinished(writer)
+    watch()
+    group = host_group()
+    if group is not None and group in _writers:
+        await_writer(_writers[group])
     return group
 
 
-def start_writer(task: str, write: Callable[[], None]) -> threading.Thread:
-    """Start ``write`` on a thread. Before Python ends it waits for the thread, as `ended` does, so not for ever."""
+def start_writer(task: str, write: Callable[[], None], group: ProcessGroup | None) -> threading.Thread:
+    """Start ``write``, which uses ``group``, on a thread. Before Python ends it waits for it, but not for ever."""
     writer = threading.Thread(target=write, name=f"{BACKGROUND}{task}", daemon=True)
     writer.start()
-    threading.Thread(target=ended, args=(writer,), name="fairshard end of writer").start()
+    threading.Thread(target=_ended, args=(writer,), name="fairshard end of writer").start()
+    if group is not None:
+        _writers[group] = writer
     return writer
 
 
-def occupy(group: ProcessGroup | None, writer: threading.Thread) -> None:
-    """Make `idle` wait until ``writer``, which uses ``group``, ends."""
-    if group is not None:
-        _writers[group] = writer
+def await_writer(writer: threading.Thread) -> None:
+    """Wait until ``writer`` ends.
+
+    Raises:
+        CollectiveFailedError: a collective has failed in this process, and it has not ended seconds after that.
+    """
+    if not _ended(writer):
+        task = writer.name.removeprefix(BACKGROUND)
+        raise CollectiveFailedError(f"A collective has failed, and {task} has not ended since. End this process.")
 
 
-def ended(writer: threading.Thread) -> bool:
-    """Wait until ``writer`` ends; once a collective has failed in this process, only seconds. Whether it has ended."""
+def _ended(writer: threading.Thread) -> bool:
     while writer.is_alive() and not has_failed():
         writer.join(_LOOKS_EVERY_S)
     writer.join(_ENDS_WITHIN_S)
     return not writer.is_alive()
-
-
-def unfinished(writer: threading.Thread) -> FairshardError:
-    """The error to raise if ``writer`` has not ended."""
-    task = writer.name.removeprefix(BACKGROUND)
-    return CollectiveFailedError(f"A collective has failed, and {task} has not ended since. End this process.")
 
 
 def rank_in(group: ProcessGroup | None) -> int:
@@ -176,10 +161,23 @@ def rank_in(group: ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()
 
 
-def failure_of(error: CheckpointException, group: ProcessGroup | None) -> FairshardError:
-    """The error to raise for ``error`` of torch.distributed.checkpoint over ``group``."""
-    own = error.failures.get(rank_in(group), (None,))[0]
-    return own if isinstance(own, FairshardError) else CheckpointError(described(error))
+def size_of(group: ProcessGroup | None) -> int:
+    """The number of processes; 1 without a group."""
+    return 1 if group is None else group.size()
+
+
+def with_torch(call: Callable[..., Any], values: Any, group: ProcessGroup | None, **options: Any) -> None:
+    """Call a function of torch.distributed.checkpoint. **Collective** over ``group``.
+
+    Raises:
+        CheckpointError: on every rank, that of the lowest rank that raised; or this rank's own error of fairshard.
+    """
+    try:
+        with without_warnings():
+            explained(call)(values, process_group=group, **options)
+    except CheckpointException as error:
+        own = error.failures.get(rank_in(group), (None,))[0]
+        raise (own if isinstance(own, FairshardError) else CheckpointError(described(error))) from error
 
 
 def described(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import Any
 
 from fairshard.utils.collector import collector_paused
 
@@ -52,24 +52,16 @@ class Bag:
         self.items: dict[Any, Any] = {}
 
 
-class Read(NamedTuple):
-    """What a pickle holds, the paths that it names, and the ids of its storages."""
-
-    value: Any
-    names: set[str]
-    stored: list[tuple[Any, ...]]
-
-
 @collector_paused()  # with millions of new containers it takes longer than reading
-def read_pickle(file: Any) -> Read:
-    """Read the pickle that begins at the position of ``file``, which is left behind it.
+def read_pickle(file: Any) -> tuple[Any, set[str]]:
+    """What the pickle holds that begins at the position of ``file``, and the paths that it names.
 
     Raises:
         UnpicklingError: it is damaged, or has what no checkpoint needs.
     """
     reader = _Reader(file)
     try:
-        return Read(reader.load(), reader.names, reader.stored)
+        return reader.load(), reader.names
     except UnpicklingError:
         raise
     except Exception as error:  # damaged bytes can raise anything
@@ -84,7 +76,6 @@ class _Reader(pickle._Unpickler):
     def __init__(self, file: Any) -> None:
         super().__init__(file)
         self.names: set[str] = set()
-        self.stored: list[tuple[Any, ...]] = []
         self._hashes: dict[int, int] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -94,9 +85,6 @@ class _Reader(pickle._Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         """A tensor's storage as a bag."""
-        if type(pid) is not tuple:
-            raise UnpicklingError("a storage is not described as torch does")
-        self.stored.append(pid)
         return Bag(STORED, pid)
 
     def load_nothing(self) -> None:
@@ -121,32 +109,16 @@ class _Reader(pickle._Unpickler):
             raise UnpicklingError(f"it sets attributes of a {type(bag).__name__}")
         bag.state = state
 
-    def load_append(self) -> None:
-        """APPEND."""
-        item, target = self.stack.pop(), self.stack[-1]
-        self._extend(target, [item])
-
-    def load_appends(self) -> None:
-        """APPENDS."""
-        items: list[Any] = self.pop_mark()  # type: ignore[attr-defined]
-        self._extend(self.stack[-1], items)
-
     def load_item(self) -> None:
         """SETITEM."""
-        value, key = self.stack.pop(), self.stack.pop()
-        self._update(self.stack[-1], [key, value])
+        self._update([self.stack.pop(-2), self.stack.pop()])
 
     def load_items(self) -> None:
         """SETITEMS."""
-        items: list[Any] = self.pop_mark()  # type: ignore[attr-defined]
-        self._update(self.stack[-1], items)
+        self._update(self.pop_mark())  # type: ignore[attr-defined]
 
-    def _extend(self, target: Any, items: list[Any]) -> None:
-        if type(target) is not list:
-            raise UnpicklingError(f"it appends to a {type(target).__name__}")
-        target.extend(items)
-
-    def _update(self, target: Any, items: list[Any]) -> None:
+    def _update(self, items: list[Any]) -> None:
+        target = self.stack[-1]
         held = target.items if type(target) is Bag else target
         if type(held) is not dict:
             raise UnpicklingError(f"it sets items of a {type(held).__name__}")
@@ -183,11 +155,10 @@ _OPCODES = (
     *(pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8),
     *(pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2),
     *(pickle.TUPLE3, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET),
-    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID),
+    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID, pickle.APPEND, pickle.APPENDS),
 )
 _OWN: dict[bytes, Callable[[_Reader], None]] = {
     **{pickle.REDUCE: _Reader.load_call, pickle.NEWOBJ: _Reader.load_call, pickle.BUILD: _Reader.load_state},
-    **{pickle.APPEND: _Reader.load_append, pickle.APPENDS: _Reader.load_appends},
     **{pickle.SETITEM: _Reader.load_item, pickle.SETITEMS: _Reader.load_items},
 }
 _DISPATCH: dict[int, Any] = {

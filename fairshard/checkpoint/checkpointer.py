@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -13,15 +14,13 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from fairshard.checkpoint.agreement import ended, idle_group, occupy, on_all_ranks, rank_in, start_writer, unfinished
-from fairshard.checkpoint.claim import Claim
+from fairshard.checkpoint.agreement import await_writer, idle_group, on_all_ranks, on_first_rank, rank_in, start_writer
 from fairshard.checkpoint.entries import Stateful, Training
-from fairshard.checkpoint.loading import Trust, check_verify, load_training
+from fairshard.checkpoint.loading import load_training
 from fairshard.checkpoint.preemption import Preempted, Preemption
 from fairshard.checkpoint.saving import Draft, not_saved, take, write
 from fairshard.checkpoint.snapshot import Buffers
-from fairshard.checkpoint.step_folders import StepFolders
-from fairshard.checkpoint.step_names import check_step, step_name
+from fairshard.checkpoint.step_folders import StepFolders, check_step, step_name
 from fairshard.checkpoint.storage import full_path
 from fairshard.checks.watchdog import watch
 from fairshard.errors import CheckpointError, CollectiveFailedError, FairshardError
@@ -29,6 +28,7 @@ from fairshard.utils.keywords import named_keywords
 
 _log = logging.getLogger("fairshard")
 
+_POLL_S = 0.5
 _NO_COPIES = (
     "It was removed in fairshard 0.7: save more often with a second Checkpointer, whose root is a folder in memory, "
     'such as Checkpointer("/dev/shm/run", every=5, keep_last=1), and load the newer of the two.'
@@ -83,13 +83,12 @@ class Checkpointer:
         self.keep_last = keep_last
         self.async_save = async_save
         self.preemption: Preemption | None = None
-        self._claim = Claim(self.root)
-        self._folders = StepFolders(self.root, self._claim)
+        self._folders = StepFolders(self.root)
         self._buffers: Buffers = {}
         self._thread: threading.Thread | None = None
         self._failure: FairshardError | None = None
-        self._has_cleaned = False
         self._is_compared = False
+        self._is_locked = False
 
     def lock(self) -> None:
         """Take the folder for this run, as the first save does. **Collective.** May wait 30 s for a dead host.
@@ -99,7 +98,13 @@ class Checkpointer:
             ValueError: on every rank, if the checkpointers of the ranks differ.
         """
         self._compare()
-        self._claim.take()
+        group = idle_group()
+        while not self._is_locked:
+            found = on_first_rank(group, self._folders.poll)
+            if found is None:  # the save reports why
+                return
+            self._is_locked = found
+            time.sleep(0 if found else _POLL_S)
 
     def maybe_save(
         self,
@@ -136,13 +141,12 @@ class Checkpointer:
         """Check once that all ranks use one folder and save at the same steps. **Collective.**"""
         if self._is_compared:
             return
-        own = {"root": self.root, "every": self.every}
-        found = on_all_ranks(idle_group(), lambda: own)
+        found = on_all_ranks(idle_group(), lambda: (("root", self.root), ("every", self.every)))
         for rank, others in enumerate(found):
-            for name, value in others.items():
-                if value != found[0][name]:
+            for (name, value), (_, first) in zip(others, found[0], strict=True):
+                if value != first:
                     raise ValueError(
-                        f"`{name}` of a Checkpointer must be the same on all ranks, but is {found[0][name]} on rank 0 "
+                        f"`{name}` of a Checkpointer must be the same on all ranks, but is {first} on rank 0 "
                         f"and {value} on rank {rank} of {len(found)}. Pass the same on every rank."
                     )
         self._is_compared = True
@@ -169,12 +173,12 @@ class Checkpointer:
         group = idle_group()
         training = Training(model, optimizer, scheduler, scaler, extra)
         draft = take(training, step, self._buffers if self.async_save else None)
-        if not self.async_save:
-            self._write(draft, group)
+        writing = partial(self._write, draft, group)
+        if self.async_save:
+            self._thread = start_writer(f"a save of {self.root}/{step_name(step)}", writing, group)
+        else:
+            writing()
             self.wait()
-            return
-        self._thread = start_writer(f"a save of {self.root}/{step_name(step)}", partial(self._write, draft, group))
-        occupy(group, self._thread)
 
     def load_latest(
         self,
@@ -193,13 +197,12 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if it is damaged; the message names the other checkpoints.
         """
-        check_verify(verify)
         self.wait()
         self._compare()
         group = idle_group()
         training = Training(model, optimizer, scheduler, scaler, extra)
-        newest = on_all_ranks(group, lambda: self._folders.newest() if rank_in(group) == 0 else None)[0]
-        return None if newest is None else self._load(newest, training, Trust())
+        newest = on_first_rank(group, self._folders.newest)
+        return None if newest is None else self._load(newest, training)
 
     def load_step(
         self,
@@ -219,15 +222,14 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if it is missing or damaged, or of another step.
         """
-        check_verify(verify)
         self.wait()
         training = Training(model, optimizer, scheduler, scaler, extra)
-        self._load(f"{self.root}/{step_name(step)}", training, Trust(step=step))
+        self._load(f"{self.root}/{step_name(step)}", training, step)
         return step
 
-    def _load(self, folder: str, training: Training, trust: Trust) -> int | None:
+    def _load(self, folder: str, training: Training, step: int | None = None) -> int | None:
         try:
-            return load_training(folder, training, trust)
+            return load_training(folder, training, step=step)
         except CheckpointError as error:
             others = [f"{self.root}/{name}" for name in self._folders.whole_names() if not folder.endswith(name)]
             cure = f" Other checkpoints: {', '.join(others)}." if others else ""
@@ -241,8 +243,7 @@ class Checkpointer:
             CollectiveFailedError: it failed because a rank has ended or is stopped.
         """
         if self._thread is not None:
-            if not ended(self._thread):
-                raise unfinished(self._thread)
+            await_writer(self._thread)
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -257,7 +258,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._claim.leave()
+            self._free()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -266,20 +267,22 @@ class Checkpointer:
         if kind is None:
             self.close()
             return
-        if self._thread is not None:
-            ended(self._thread)
-        self._claim.leave()
+        with contextlib.suppress(FairshardError):  # the error that ends the block says more
+            self.wait()
+        self._free()
 
     # ---- private
 
+    def _free(self) -> None:
+        self._is_locked = False
+        self._folders.leave()
+
     def _write(self, draft: Draft, group: ProcessGroup | None) -> None:
-        folder = f"{self.root}/{step_name(draft.step or 0)}"
+        name = step_name(draft.step or 0)
+        folder = f"{self.root}/{name}"
         try:
-            if not self._has_cleaned:
-                self._has_cleaned = True
-                on_all_ranks(group, lambda: self._folders.remove_leftovers() if rank_in(group) == 0 else None)
             write(draft, folder, group, partial(self._folders.set_aside, folder))
-            on_all_ranks(group, lambda: self._folders.point(folder, self.keep_last) if rank_in(group) == 0 else None)
+            on_first_rank(group, lambda: self._folders.point(name, self.keep_last))
         except (CheckpointError, CollectiveFailedError) as error:
             self._fail(error, group)
         except Exception as error:  # of any kind: nobody else would see it

@@ -7,29 +7,22 @@ the mapped file as well: the whole model a second time for torch's format, one s
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fairshard.checkpoint.contents import (
-    checkpoint_folder,
-    file_state,
-    files_of,
-    model_keys,
-    nbytes_by_file,
-    whole_entry,
-)
-from fairshard.checkpoint.manifest import Manifest, read_manifest
-from fairshard.checkpoint.output import NewOutput, mapped_like
+from fairshard.checkpoint.contents import checkpoint_folder, model_keys, whole_entry
 from fairshard.checkpoint.reader import CheckpointReader, SafePlanner, first_line
-from fairshard.checkpoint.storage import storage_of
+from fairshard.checkpoint.storage import Storage
 from fairshard.errors import CheckpointError
 
 MAX_SHARD_NBYTES = 5 * 10**9
@@ -62,14 +55,12 @@ def consolidate_torch(
     Raises:
         CheckpointError: the checkpoint is damaged or holds no model, or ``out`` exists or cannot be written.
     """
-    new = NewOutput(out)
     weights = _Weights(checkpoint, allow_unverified)
-    with new:
-        values = weights.read(new.work, weights.names)
+    with new_output(out, is_file=True) as work:
+        values = weights.read(work, weights.names)
         values |= {name: values[first] for name, first in weights.aliases.items()}
-        _save_torch(values, new.work / new.out.name)
-        new.publish(new.out.name)
-    return Consolidated(len(weights.names), weights.nbytes(weights.names), weights.aliases, (new.out,))
+        _save_torch(values, work / Path(out).name)
+    return weights.consolidated(Path(out))
 
 
 def consolidate_safetensors(
@@ -93,80 +84,68 @@ def consolidate_safetensors(
         raise CheckpointError(f"The folder of the config must have a {CONFIG}, but {config} has none.")
     if importlib.util.find_spec("safetensors") is None:
         raise CheckpointError("safetensors must be installed. Run: pip install 'fairshard[hf]'")
-    new = NewOutput(out)
     weights = _Weights(checkpoint, allow_unverified)
-    with new:
+    with new_output(out) as work:
         shards = _shards(weights, max_shard_nbytes)
         for file, names in shards.items():
-            _save_shard(weights.read(new.work, names), new.work / file)
+            _save_shard(weights.read(work, names), work / file)
         if len(shards) > 1:
-            (new.work / _INDEX).write_text(_index(weights, shards), encoding="utf-8")
-        if config is not None:
-            for name in (CONFIG, *BESIDE_CONFIG):
-                if (Path(config) / name).is_file():
-                    shutil.copyfile(Path(config) / name, new.work / name)
-        files = tuple(sorted(new.out / file.name for file in new.work.iterdir()))
-        new.publish()
-    return Consolidated(len(weights.names), weights.nbytes(weights.names), weights.aliases, files)
+            (work / _INDEX).write_text(_index(weights, shards), encoding="utf-8")
+        for name in (CONFIG, *BESIDE_CONFIG) if config is not None else ():
+            if (Path(config or "") / name).is_file():
+                shutil.copyfile(Path(config or "") / name, work / name)
+    return weights.consolidated(*sorted(Path(out).iterdir()))
 
 
 class _Weights:
     """The model's tensors in a checkpoint, by original ``names``; tied weights by their first name.
 
-    With a manifest, the files that hold these tensors are verified first.
+    With a manifest, all files are verified first.
     """
 
     def __init__(self, checkpoint: str | os.PathLike[str], allow_unverified: bool) -> None:
         folder = checkpoint_folder(checkpoint)
-        storage = storage_of(folder)
-        manifest = read_manifest(storage, folder)
         self._reader = CheckpointReader(folder)
-        self._reader.manifest = manifest
+        self._reader.check_files(allow_unverified)
         self._metadata = self._reader.read_metadata()
-        self._reader.check_vouched(allow_unverified)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._key = model_keys(self._metadata)
         if not self._key:
             raise CheckpointError(
                 f"A checkpoint must hold a model to consolidate it, but {folder} has no tensors of one."
             )
-        needed = nbytes_by_file(self._metadata)
-        for name in sorted(files_of(self._metadata, set(self._key.values()))):
-            problem = file_state(storage, folder, name, manifest, needed[name]).problem
-            if problem is not None:
-                raise CheckpointError(problem)
         self._like = {name: self._empty_like(folder, key) for name, key in self._key.items()}
-        self.aliases = self._checked_aliases(folder, manifest)
+        aliases = self._reader.manifest.aliases if self._reader.manifest is not None else {}
+        self.aliases = {name: first for name, first in aliases.items() if {name, first} <= self._like.keys()}
+        for name, first in self.aliases.items():
+            one, other = self._like[name], self._like[first]
+            if first in self.aliases or (one.shape, one.dtype) != (other.shape, other.dtype):
+                raise CheckpointError(
+                    f"Tied weights must be one tensor under two names, but `{name}` and `{first}` of {folder} are not. "
+                    "Its manifest belongs to another checkpoint."
+                )
         self.names = [name for name in self._key if name not in self.aliases]
+
+    def consolidated(self, *files: Path) -> Consolidated:
+        """The summary of ``files``, which have been written."""
+        return Consolidated(len(self.names), self.nbytes(self.names), self.aliases, files)
 
     def nbytes(self, names: Sequence[str]) -> int:
         """Bytes of the tensors ``names``."""
         return sum(self._like[name].nbytes for name in names)
 
     def read(self, folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
-        """The tensors ``names``, in a memory-mapped file in ``folder``."""
+        """The tensors ``names``, in memory-mapped files in ``folder``."""
         values = mapped_like(folder, {name: self._like[name] for name in names})
-        for name, value in values.items():
-            planner = SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            planner.set_up_planner({self._key[name]: value}, self._metadata, is_coordinator=True)
-            self._reader.read_data(planner.create_local_plan(), planner)
+        planner = SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        by_key = {self._key[name]: value for name, value in values.items()}
+        planner.set_up_planner(by_key, self._metadata, is_coordinator=True)
+        self._reader.read_data(planner.create_local_plan(), planner)
         return values
 
     def _empty_like(self, folder: str, key: str) -> Tensor:
         entry = whole_entry(folder, self._metadata, key)
         return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-
-    def _checked_aliases(self, folder: str, manifest: Manifest | None) -> dict[str, str]:
-        aliases = manifest.aliases if manifest is not None else {}
-        found = {name: first for name, first in aliases.items() if {name, first} <= self._like.keys()}
-        for name, first in found.items():
-            one, other = self._like[name], self._like[first]
-            if first in found or (one.shape, one.dtype) != (other.shape, other.dtype):
-                raise CheckpointError(
-                    f"Tied weights must be one tensor under two names, but `{name}` and `{first}` of {folder} are not. "
-                    "Its manifest belongs to another checkpoint."
-                )
-        return found
 
 
 def _shards(weights: _Weights, max_nbytes: int) -> dict[str, list[str]]:
@@ -209,3 +188,55 @@ def _index(weights: _Weights, shards: Mapping[str, Sequence[str]]) -> str:
     weight_map = {name: file for file, names in shards.items() for name in names}
     index = {"metadata": {"total_size": weights.nbytes(weights.names)}, "weight_map": weight_map}
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
+
+
+# ---- a new file or folder, written atomically; and tensors in memory-mapped files
+
+
+@contextlib.contextmanager
+def new_output(out: str | os.PathLike[str], is_file: bool = False) -> Iterator[Path]:
+    """A work folder beside ``out``, on the same disk, which is renamed to ``out`` when the ``with`` block ends.
+
+    If ``is_file``, it is the file of that name in the work folder that becomes ``out``. After an error nothing is left.
+
+    Raises:
+        CheckpointError: ``out`` exists, its parent is no folder, or an OSError in the block: it cannot be written.
+    """
+    target, storage = Path(out), Storage()
+    work = target.parent / f"{target.name}.tmp-{os.getpid()}"
+    _check_new(target)
+    try:
+        work.mkdir()
+        yield work
+        for path in work.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        _check_new(target)
+        storage.publish(str(work / target.name if is_file else work), str(target))
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {first_line(error)}") from error
+    finally:
+        storage.remove(str(work))
+
+
+def _check_new(out: Path) -> None:
+    if os.path.lexists(out):
+        raise CheckpointError(f"{out} exists, and is never overwritten. Pass a new name, or remove it.")
+    if not os.path.isdir(out.parent):
+        raise CheckpointError(f"The parent of {out} must be a folder, but is not one. Create it.")
+
+
+def mapped_like(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Empty tensors like ``tensors`` (which may be on the meta device), each with its own storage.
+
+    The memory of each is an unlinked file in ``folder``. The kernel writes its pages back under memory pressure, so
+    tensors larger than memory fit. The space is freed with the tensor. It is allocated now: a full disk raises OSError
+    here instead of SIGBUS at the first write.
+    """
+    found = {}
+    for name, like in tensors.items():
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, max(like.nbytes, 1))
+            data = torch.from_file(file.name, shared=True, size=like.nbytes, dtype=torch.uint8, device="cpu")
+        found[name] = data.view(like.dtype).view(like.shape) if like.nbytes else torch.empty_like(like, device="cpu")
+    return found

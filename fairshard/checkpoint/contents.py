@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
@@ -18,13 +16,11 @@ from fairshard.checkpoint.storage import MANIFEST, Storage, storage_of
 from fairshard.errors import CheckpointError
 
 LATEST = "latest"
-MAX_POINTER_NBYTES = 4096
 OK, CHANGED, MISSING, UNKNOWN = "ok", "changed", "missing", "unknown"
 
 _OPTIMIZER = {"optim", "optimizer"}
 _MAX_DIGITS = 20
 _MAX_PACKED = 64  # bytes of a tensor in one byte of a file: subclasses of tensors pack theirs, to a bit at best
-_SAVED = re.compile(r"\.metadata|__\d+_\d+\.distcp")
 _BESIDE_MODEL = [["scheduler"], ["scaler"], ["rank"], ["extra"]]
 
 
@@ -98,10 +94,7 @@ def checkpoint_folder(path: str | os.PathLike[str]) -> str:
             f"A checkpoint must be a folder with {METADATA} in it, or with a file `{LATEST}` that names such a "
             f"folder, but {folder} has neither."
         )
-    try:
-        name = storage.read_text(pointer, MAX_POINTER_NBYTES).strip()
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{pointer} must name a folder, but cannot be read: {error}.") from error
+    name = read_pointer(storage, pointer)
     found = storage.join(folder, name)
     if not name.isprintable() or "/" in name or name in ("", ".", "..") or not storage.exists(found):
         raise CheckpointError(
@@ -110,27 +103,16 @@ def checkpoint_folder(path: str | os.PathLike[str]) -> str:
     return found
 
 
-def check_ours(storage: Storage, folder: str) -> None:
-    """Check that ``folder`` holds a checkpoint of fairshard and nothing else, so that it may be replaced or removed.
+def read_pointer(storage: Storage, pointer: str) -> str:
+    """The name in a file `LATEST`.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: it cannot be read.
     """
     try:
-        names = set(storage.names(folder))
-        manifest = read_manifest(storage, folder)
-        if manifest is None and not is_marked(CheckpointReader(folder).read_metadata()):
-            raise CheckpointError(f"it has no {MANIFEST}")
-    except (CheckpointError, OSError) as error:
-        raise CheckpointError(
-            f"Only a checkpoint of fairshard may be replaced or removed, but {folder} is not one: {error}. Move it."
-        ) from error
-    files = {name for name in names if _SAVED.fullmatch(name)} if manifest is None else manifest.files.keys()
-    others = names - files - {MANIFEST}
-    if others:
-        raise CheckpointError(
-            f"Only what fairshard wrote may be replaced or removed, but {folder} also has {min(others)}. Move it."
-        )
+        return storage.read_text(pointer).strip()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{pointer} must name a checkpoint, but cannot be read: {error}.") from error
 
 
 def model_keys(metadata: Metadata) -> dict[str, str]:
@@ -163,38 +145,34 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
     folder = checkpoint_folder(path)
     storage = storage_of(folder)
     manifest = read_manifest(storage, folder)
-    lost: tuple[FileState, ...] = ()
-    first = file_state(storage, folder, METADATA, manifest)
-    if first.state in (CHANGED, MISSING) and manifest is not None:
-        others = [file_state(storage, folder, name, manifest) for name in sorted(manifest.files) if name != METADATA]
-        return Contents(folder, manifest, (), (), (first, *others))
+    files = [_file_state(storage, folder, METADATA, manifest)]
+    if manifest is not None and files[0].problem is not None:
+        files += [_file_state(storage, folder, name, manifest) for name in sorted(manifest.files) if name != METADATA]
+        return Contents(folder, manifest, (), (), tuple(files))
     metadata = CheckpointReader(folder).read_metadata()
     if manifest is None and is_marked(metadata):
         problem = f"A checkpoint of fairshard must have its {MANIFEST}, but {folder} has none: nothing is verified."
-        lost = (FileState(MANIFEST, 0, MISSING, problem),)
+        files.append(FileState(MANIFEST, 0, MISSING, problem))
     tensors, objects = _entries(folder, metadata, manifest)
-    needed = nbytes_by_file(metadata)
+    needed: dict[str, int] = {}  # the end of the last entry in each file
+    for place in metadata.storage_data.values():
+        needed[place.relative_path] = max(place.offset + place.length, needed.get(place.relative_path, 0))
     names = sorted(needed.keys() | (manifest.files.keys() if manifest else set()) - {METADATA})
-    files = (file_state(storage, folder, name, manifest, needed.get(name, 0)) for name in names)
-    own = frozenset(model_keys(metadata).values())
-    return Contents(folder, manifest, tensors, objects, (first, *lost, *files), own)
+    files += [_file_state(storage, folder, name, manifest, needed.get(name, 0)) for name in names]
+    return Contents(folder, manifest, tensors, objects, tuple(files), frozenset(model_keys(metadata).values()))
 
 
-def file_state(storage: Storage, folder: str, name: str, manifest: Manifest | None, least: int = 0) -> FileState:
+def _file_state(storage: Storage, folder: str, name: str, manifest: Manifest | None, least: int = 0) -> FileState:
     """Compare a file with its entry in the manifest; without an entry, the file must have at least ``least`` bytes."""
     path = storage.join(folder, name)
-    if not storage.exists(path):
-        return FileState(name, 0, MISSING, f"A checkpoint must have all its files, but {path} is missing.")
-    nbytes = storage.size(path)
+    is_there = storage.exists(path)
+    nbytes = storage.size(path) if is_there else 0
     entry = manifest.files.get(name) if manifest else None
     try:
-        if entry is not None:
-            verify_file(storage, folder, name, entry)
-        elif nbytes < least:
-            verify_file(storage, folder, name, FileEntry(least, 0))
+        verify_file(storage, folder, name, entry or FileEntry(max(nbytes, least), None))
     except CheckpointError as error:
-        return FileState(name, nbytes, CHANGED, str(error))
-    return FileState(name, nbytes, UNKNOWN if entry is None else OK)
+        return FileState(name, nbytes, CHANGED if is_there else MISSING, str(error))
+    return FileState(name, nbytes, OK if entry else UNKNOWN)
 
 
 def whole_entry(folder: str, metadata: Metadata, key: str) -> TensorStorageMetadata:
@@ -204,36 +182,25 @@ def whole_entry(folder: str, metadata: Metadata, key: str) -> TensorStorageMetad
         CheckpointError: pieces are missing, or the entry is invalid.
     """
     entry = metadata.state_dict_metadata[key]
-    try:
-        assert isinstance(entry, TensorStorageMetadata)
-        numel = sum(prod(chunk.sizes) for chunk in entry.chunks)
-        places = metadata.storage_data
-        missing = [chunk for chunk in entry.chunks if MetadataIndex(key, chunk.offsets) not in places]
-        if numel < prod(entry.size) or missing or not entry.chunks:
-            raise ValueError("pieces of it are missing")
-        for chunk in entry.chunks:
-            place = places[MetadataIndex(key, chunk.offsets)]
-            nbytes = prod(chunk.sizes) * entry.properties.dtype.itemsize
-            if nbytes > _MAX_PACKED * place.length and not place.transform_descriptors:
-                raise ValueError(f"{nbytes:,} bytes of it cannot be in {place.length:,} bytes of {place.relative_path}")
-        if any(size < 0 for size in entry.size):
-            raise ValueError(f"its shape is {tuple(entry.size)}")
-    except Exception as error:  # damaged metadata can hold anything
+    assert isinstance(entry, TensorStorageMetadata)
+    places = [metadata.storage_data.get(MetadataIndex(key, chunk.offsets)) for chunk in entry.chunks]
+    numels = [prod(chunk.sizes) for chunk in entry.chunks]
+    problem = "pieces of it are missing" if None in places or sum(numels) < prod(entry.size) else ""
+    for place, numel in zip(places, numels, strict=True):
+        nbytes = numel * entry.properties.dtype.itemsize
+        if place is not None and nbytes > _MAX_PACKED * place.length and not place.transform_descriptors:
+            problem = f"{nbytes:,} bytes of it cannot be in {place.length:,} bytes of {place.relative_path}"
+    if problem:
         path = Storage.join(folder, METADATA)
         raise CheckpointError(
-            f"{path} must say where all of `{key:.200}` is, but is damaged: {error}. Use another checkpoint."
-        ) from error
+            f"{path} must say where all of `{key:.200}` is, but is damaged: {problem}. Use another checkpoint."
+        )
     return entry
 
 
 def is_optimizer(key: str) -> bool:
     """Whether an entry is part of an optimizer's state."""
     return bool(_OPTIMIZER & set(key.split(".")[:-1]))
-
-
-def files_of(metadata: Metadata, keys: set[str]) -> set[str]:
-    """Names of the files that hold the entries ``keys``."""
-    return {str(place.relative_path) for index, place in metadata.storage_data.items() if index.fqn in keys}
 
 
 def _levels(metadata: Metadata, key: str) -> tuple[str, ...]:
@@ -281,16 +248,3 @@ def _in_order_of_numbers(key: str) -> list[tuple[int, int, str]]:
     """Sort key that puts ``layers.10`` after ``layers.9``."""
     parts = key.split(".")
     return [(0, int(part), "") if part.isdecimal() and len(part) < _MAX_DIGITS else (1, 0, part) for part in parts]
-
-
-def nbytes_by_file(metadata: Metadata) -> dict[str, int]:
-    """End of the last entry in each file, in bytes."""
-    ends: dict[str, int] = {}
-    for name, end in _ends(metadata.storage_data):
-        ends[name] = max(end, ends.get(name, 0))
-    return ends
-
-
-def _ends(places: dict[Any, Any]) -> Iterator[tuple[str, int]]:
-    for place in places.values():
-        yield str(place.relative_path), place.offset + place.length

@@ -15,22 +15,24 @@ the value.
 from __future__ import annotations
 
 import io
+import random
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fairshard.checkpoint import rng
-from fairshard.checkpoint.objects import Room, read_object
-from fairshard.checkpoint.pieces import checksum
+from fairshard.checkpoint.objects import read_object
 from fairshard.checkpoint.reader import first_line
 from fairshard.settings.state_dicts import StateDictType
 from fairshard.state.forms import state_dict_type
 from fairshard.state.optim_params import OptimParams
+from fairshard.utils.device import accelerator_rng_state, set_accelerator_rng_state
 from fairshard.utils.dtensors import memory_of
 from fairshard.utils.span_tensor import SpanTensor
 from fairshard.utils.subclasses import is_wrapper
@@ -69,6 +71,12 @@ class Training:
                 "itself, not its state dict."
             )
 
+    @property
+    def others(self) -> dict[str, Stateful]:
+        """The scheduler and the scaler, if there are."""
+        found = {"scheduler": self.scheduler, "scaler": self.scaler}
+        return {name: stateful for name, stateful in found.items() if stateful is not None}
+
 
 def object_entries(training: Training, rank: int) -> dict[str, Any]:
     """Entries other than model and optimizer; this rank's own values are under its `rank_key`.
@@ -76,31 +84,24 @@ def object_entries(training: Training, rank: int) -> dict[str, Any]:
     Raises:
         TypeError: a value holds anything but tensors, numbers, strings and containers of them.
     """
-    entries: dict[str, Any] = {}
-    for name in ("scheduler", "scaler"):
-        stateful = getattr(training, name)
-        if stateful is not None:
-            entries[name] = (_plain(name, stateful.state_dict()),)
+    entries: dict[str, Any] = {
+        name: (_plain(name, stateful.state_dict()),) for name, stateful in training.others.items()
+    }
     extra = training.extra
     if isinstance(extra, Stateful):
         extra = extra.state_dict()
-    entries[rank_key(rank)] = ({"rng": rng.state(), "extra": _plain("extra", extra)},)
+    entries[rank_key(rank)] = ({"rng": rng_state(), "extra": _plain("extra", extra)},)
     return entries
 
 
-def replicated_sums(entries: Mapping[str, Any]) -> dict[str, int]:
-    """Checksums of the model's replicated values, such as BatchNorm statistics."""
-    return {name: checksum(value) for name, value in _replicated(entries).items()}
+def replicated(entries: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The model's replicated values, such as BatchNorm statistics, which may differ between ranks.
 
-
-def add_own_values(entries: Mapping[str, Any], rank: int, sums: list[dict[str, int]]) -> None:
-    """Add this rank's replicated values that differ from rank 0's, according to the `replicated_sums` of all ranks.
-
-    ``model`` holds rank 0's values; a load on the same number of ranks restores each rank's own.
+    ``model`` holds rank 0's; a load on the same number of ranks restores each rank's own.
     """
-    first, own = sums[0], sums[rank]
-    differing = {name: value for name, value in _replicated(entries).items() if own[name] != first.get(name)}
-    entries[rank_key(rank)][0]["values"] = {name: value.to("cpu", copy=True) for name, value in differing.items()}
+    model = entries["model"].items()
+    sharded = (SpanTensor, DTensor)
+    return {name: value for name, value in model if isinstance(value, Tensor) and not isinstance(value, sharded)}
 
 
 def rank_key(rank: int) -> str:
@@ -166,12 +167,6 @@ def live_storages(params: OptimParams, optimizer: Optimizer | None) -> set[int]:
     return found
 
 
-def _replicated(entries: Mapping[str, Any]) -> dict[str, Tensor]:
-    model = entries["model"].items()
-    sharded = (SpanTensor, DTensor)
-    return {name: value for name, value in model if isinstance(value, Tensor) and not isinstance(value, sharded)}
-
-
 def _plain(where: str, value: Any) -> Any:
     """A copy of ``value``, saved and read back as data.
 
@@ -181,9 +176,7 @@ def _plain(where: str, value: Any) -> Any:
     file = io.BytesIO()
     try:
         torch.save(value, file)
-        nbytes = file.tell()
-        file.seek(0)
-        return read_object(file, nbytes, Room())
+        return read_object(file.getbuffer())
     except Exception as error:  # pickling can raise anything
         for key, part in value.items() if isinstance(value, Mapping) else ():
             _plain(f"{where}[{key!r}]", part)
@@ -191,3 +184,48 @@ def _plain(where: str, value: Any) -> Any:
             f"A checkpoint must consist of tensors, numbers, strings and containers of them, but `{where}` is "
             f"{type(value).__name__}, which could run code when it is read: {first_line(error)} Save plain data."
         ) from None
+
+
+def checksum(value: Tensor) -> int:
+    """The CRC-32 of the elements of ``value``."""
+    return zlib.crc32(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+# ---- random number generators: torch's on the CPU and this rank's accelerator, Python's and numpy's
+
+
+def rng_state() -> dict[str, Any]:
+    """State of all generators, as tensors and numbers."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "gpu": accelerator_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+    }
+
+
+def check_rng(saved: dict[str, Any]) -> None:
+    """Check that ``saved`` can be restored; the generators do not change.
+
+    Raises:
+        Exception: it cannot; of any kind.
+    """
+    kind, keys, position, *_ = saved["numpy"]
+    if kind != "MT19937" or keys.shape != (624,) or not 0 <= position <= 624:
+        raise ValueError("the state of numpy's generator is damaged")  # numpy itself would read outside of the keys
+    current = rng_state()
+    try:
+        restore_rng(saved)
+    finally:
+        restore_rng(current)
+
+
+def restore_rng(saved: dict[str, Any]) -> None:
+    """Restore the state ``saved``."""
+    torch.set_rng_state(saved["torch"])
+    set_accelerator_rng_state(saved["gpu"])
+    version, internal, gauss_next = saved["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    kind, keys, *rest = saved["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))

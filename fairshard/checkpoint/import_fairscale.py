@@ -6,20 +6,18 @@ fairscale's convention is one ``torch.save`` per rank, of ``{"shard_weights": fs
 
 from __future__ import annotations
 
-import inspect
 import os
-import warnings
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
-from torch.distributed.checkpoint.state_dict_saver import save, save_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 
-from fairshard.checkpoint.manifest import FileEntry, Manifest, crc_of
+from fairshard.checkpoint.consolidate import mapped_like, new_output
+from fairshard.checkpoint.manifest import Manifest
 from fairshard.checkpoint.objects import read_object_file
-from fairshard.checkpoint.output import NewOutput, mapped_like
-from fairshard.checkpoint.reader import first_line
+from fairshard.checkpoint.reader import first_line, without_warnings
 from fairshard.checkpoint.storage import MANIFEST, Storage
-from fairshard.checkpoint.writer import MarkedWriter
+from fairshard.checkpoint.writer import CheckpointWriter
 from fairshard.errors import CheckpointError
 from fairshard.state.fairscale_shards import Shard, in_order_of_ranks, parse, tied, whole_values
 
@@ -37,10 +35,10 @@ def import_fairscale(shards: Sequence[str | os.PathLike[str]], out: str | os.Pat
     """
     if not shards:
         raise ValueError("`shards` must have one file per rank, but is empty.")
-    new = NewOutput(out)
     try:
-        return _import(shards, new)
-    except (CheckpointError, OSError):
+        with new_output(out) as work:
+            return _import(shards, work)
+    except CheckpointError:
         raise
     except Exception as error:  # damaged shards can raise anything
         raise CheckpointError(
@@ -48,35 +46,22 @@ def import_fairscale(shards: Sequence[str | os.PathLike[str]], out: str | os.Pat
         ) from error
 
 
-def _import(shards: Sequence[str | os.PathLike[str]], new: NewOutput) -> Manifest:
+def _import(shards: Sequence[str | os.PathLike[str]], work: Path) -> Manifest:
     files = in_order_of_ranks([_read_shard(os.fspath(path)) for path in shards])
-    with new:
-        values = whole_values(files, lambda like: mapped_like(new.work, like))
-        aliases = tied(files, values)
-        model = {**values, **{name: values[first] for name, first in aliases.items()}}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            _save_alone({"model": model}, MarkedWriter(new.work))
-        storage = Storage()
-        entries = {file.name: FileEntry(file.stat().st_size, crc_of(storage, str(file))) for file in new.work.iterdir()}
-        manifest = Manifest(step=None, world_size=len(files), files=entries, aliases=aliases)
-        storage.replace_text(str(new.work / MANIFEST), manifest.to_json())
-        new.publish()
+    values = whole_values(files, lambda like: mapped_like(work, like))
+    aliases = tied(files, values)
+    model = {**values, **{name: values[first] for name, first in aliases.items()}}
+    writer = CheckpointWriter(str(work), None)
+    with without_warnings():  # from this process alone, also while it is a rank of a group
+        save_state_dict({"model": model}, writer, no_dist=True)
+    manifest = Manifest(step=None, world_size=len(files), files=writer.files, aliases=aliases)
+    Storage().replace_text(str(work / MANIFEST), manifest.to_json())
     return manifest
-
-
-def _save_alone(tree: dict[str, Any], writer: MarkedWriter) -> None:
-    """Write ``tree`` from this process, also while it is a rank of a group."""
-    if "no_dist" in inspect.signature(save).parameters:
-        save(tree, storage_writer=writer, no_dist=True)
-    else:  # torch 2.6 has the argument in the deprecated function only
-        warnings.filterwarnings("ignore", "`save_state_dict` is deprecated")
-        save_state_dict(tree, writer, no_dist=True)
 
 
 def _read_shard(path: str) -> Shard:
     try:
-        found = read_object_file(path)  # memory-mapped (but for old formats), so that shards need no memory
+        found = read_object_file(path)  # memory-mapped, so that shards need no memory
     except Exception as error:  # damaged files can raise anything
         raise CheckpointError(
             f"{path} must be a shard that fairscale saved, but cannot be read as data: {first_line(error)} It is "

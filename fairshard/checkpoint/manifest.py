@@ -27,10 +27,10 @@ _BLOCK_NBYTES = 1 << 22
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size of one file in bytes, and its CRC-32."""
+    """Size of one file in bytes, and its CRC-32, if that is known."""
 
     nbytes: int
-    crc32: int
+    crc32: int | None
 
 
 @dataclass(frozen=True)
@@ -73,25 +73,10 @@ def read_manifest(storage: Storage, folder: str, max_nbytes: int = MAX_MANIFEST_
 
 
 def verify_file(storage: Storage, folder: str, name: str, entry: FileEntry) -> None:
-    """Read a file and compare it with its entry.
+    """Compare a file with its entry; it is read for its checksum, if that is known.
 
     Raises:
         CheckpointError: the file is missing, or its size or bytes have changed.
-    """
-    check_size(storage, folder, name, entry)
-    path = storage.join(folder, name)
-    try:
-        crc = crc_of(storage, path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
-    check_crc(path, crc, entry)
-
-
-def check_size(storage: Storage, folder: str, name: str, entry: FileEntry) -> None:
-    """Compare the size of a file with its entry, without reading it.
-
-    Raises:
-        CheckpointError: the file is missing, or has another size.
     """
     path = storage.join(folder, name)
     if not storage.exists(path):
@@ -99,9 +84,14 @@ def check_size(storage: Storage, folder: str, name: str, entry: FileEntry) -> No
     nbytes = storage.size(path)
     if nbytes != entry.nbytes:
         raise CheckpointError(f"{path} must have {entry.nbytes} bytes, but has {nbytes}: it was cut or overwritten.")
+    try:
+        crc = entry.crc32 if entry.crc32 is None else crc_of(storage, path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    check_crc(path, crc, entry)
 
 
-def check_crc(path: str, crc: int, entry: FileEntry) -> None:
+def check_crc(path: str, crc: int | None, entry: FileEntry) -> None:
     """Compare the CRC-32 of the bytes read from ``path`` with its entry.
 
     Raises:
@@ -124,41 +114,23 @@ def crc_of(storage: Storage, path: str) -> int:
 
 
 def _parse(value: Any) -> Manifest:
-    if not isinstance(value, dict) or value.get("format") != _FORMAT:
+    if not isinstance(value, dict) or value.pop("format", None) != _FORMAT:
         raise ValueError(f"its format is not {_FORMAT}")
-    if value.pop("crc32", None) != _crc_of_entries(value):
+    if value.pop("crc32", None) != _crc_of_entries({"format": _FORMAT, **value}):
         raise ValueError("its checksum does not match")
-    step = value["step"]
-    files = {
-        _plain_name(name): FileEntry(_number(entry["nbytes"]), _number(entry["crc32"]))
-        for name, entry in value["files"].items()
-    }
-    return Manifest(
-        step=None if step is None else _number(step),
-        world_size=_number(value["world_size"]),
-        files=files,
-        aliases=_texts(value["aliases"]),
-        versions=_texts(value["versions"]),
-    )
+    files = {name: FileEntry(**entry) for name, entry in value.pop("files").items()}
+    manifest = Manifest(**value, files=files)
+    numbers = [number for entry in files.values() for number in (entry.nbytes, entry.crc32)]
+    for number in (manifest.world_size, manifest.step or 0, *numbers):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{number!r} is not a number")
+    for name in files:
+        if "/" in name or name in ("", ".", ".."):
+            raise ValueError(f"{name!r} is not the name of a file in the folder")
+    if not all(isinstance(text, str) for names in (manifest.aliases, manifest.versions) for text in names.values()):
+        raise ValueError("a name is not a string")
+    return manifest
 
 
 def _crc_of_entries(entries: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(entries, sort_keys=True).encode())
-
-
-def _number(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a number")
-    return value
-
-
-def _texts(value: Mapping[Any, Any]) -> dict[str, str]:
-    if not all(isinstance(text, str) for pair in value.items() for text in pair):
-        raise ValueError("a name is not a string")
-    return dict(value)
-
-
-def _plain_name(name: Any) -> str:
-    if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
-        raise ValueError(f"{name!r} is not the name of a file in the folder")
-    return name

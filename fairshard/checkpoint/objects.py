@@ -24,10 +24,9 @@ from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
-from fairshard.checkpoint.bags import PLAIN, STORED, Bag, Name, Read, is_short, read_pickle
-from fairshard.checkpoint.metadata import DTYPES, dtype_of, layout_of, shape_of
+from fairshard.checkpoint.bags import PLAIN, STORED, Bag, Name, is_short, read_pickle
+from fairshard.checkpoint.metadata import DTYPES, LAYOUTS, dtype_of, shape_of
 from fairshard.checkpoint.storage import open_regular
 
 _MAX_COPIES = 8
@@ -35,65 +34,39 @@ _MAX_EXTRA_NBYTES = 1 << 26
 _MAX_DEPTH = 200
 _SAFE_SINCE = "2.10"
 _STORAGES: dict[str, torch.dtype] = {
-    f"torch.{name}Storage": getattr(torch, dtype)
-    for name, dtype in (
-        ("Float", "float32"),
-        ("Double", "float64"),
-        ("Half", "float16"),
-        ("BFloat16", "bfloat16"),
-        ("Byte", "uint8"),
-        ("Char", "int8"),
-        ("Short", "int16"),
-        ("Int", "int32"),
-        ("Long", "int64"),
-        ("Bool", "bool"),
-        ("ComplexFloat", "complex64"),
-        ("ComplexDouble", "complex128"),
-        ("QInt8", "qint8"),
-        ("QUInt8", "quint8"),
-        ("QInt32", "qint32"),
-    )
+    "torch.storage.UntypedStorage": torch.uint8,
+    **{
+        f"torch.{name}Storage": getattr(torch, dtype)
+        for name, dtype in (
+            *(("Float", "float32"), ("Double", "float64"), ("Half", "float16"), ("BFloat16", "bfloat16")),
+            *(("Byte", "uint8"), ("Char", "int8"), ("Short", "int16"), ("Int", "int32"), ("Long", "int64")),
+            *(("Bool", "bool"), ("ComplexFloat", "complex64"), ("ComplexDouble", "complex128")),
+            *(("QInt8", "qint8"), ("QUInt8", "quint8"), ("QInt32", "qint32")),
+        )
+    },
 }
-_STORAGES["torch.storage.UntypedStorage"] = torch.uint8
 
 
-class _Span(NamedTuple):
-    """The bytes ``[start, start + nbytes)`` of a file."""
-
-    start: int
-    nbytes: int
-
-
-class Room:
-    """Memory that objects are read into, one after the other: new memory costs more than reading."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def of(self, nbytes: int) -> memoryview:
-        """The first bytes."""
-        if len(self._data) < nbytes:
-            self._data = bytearray()
-            self._data = bytearray(nbytes)
-        return memoryview(self._data)[:nbytes]
-
-
-def read_object(file: Any, nbytes: int, room: Room) -> Any:
-    """Read the next ``nbytes`` of ``file``, which ``torch.save`` wrote, into ``room``; tensors share that memory.
+def read_object(data: memoryview) -> Any:
+    """Read the bytes of a file of ``torch.save``, with whose memory tensors then share theirs.
 
     Raises:
-        OSError: there are fewer.
         UnpicklingError: they hold more than data, are damaged, or claim what they have not.
         BadZipFile: they are damaged.
     """
-    data = room.of(nbytes)
-    done = 0
-    while done < nbytes:
-        count = file.readinto(data[done:])
-        if not count:
-            raise OSError("the file ends too early")
-        done += count
-    return _read(data)
+    if bytes(data[:4]) != b"PK\x03\x04":
+        raise UnpicklingError("it is not an archive, as torch.save writes since torch 1.6")
+    file: Any = io.BufferedReader(_Bytes(data))
+    archive = zipfile.ZipFile(file)
+    records = {info.filename.partition("/")[2]: _record(info, data) for info in archive.infolist()}
+    if len(records) < len(archive.infolist()):
+        raise UnpicklingError("its archive has two records of one name")
+    if "data.pkl" not in records or "constants.pkl" in records:
+        raise UnpicklingError("it is an archive without data")
+    value, names = read_pickle(io.BytesIO(records["data.pkl"]))
+    if names <= _KNOWN and records.get("byteorder", b"") in (b"", sys.byteorder.encode()):
+        return _Objects(records, len(data)).made(value)
+    return _read_with_torch(file, sorted(names - _KNOWN))
 
 
 def read_object_file(path: str | os.PathLike[str]) -> Any:
@@ -106,10 +79,7 @@ def read_object_file(path: str | os.PathLike[str]) -> Any:
     with open_regular(path) as file:
         if not os.fstat(file.fileno()).st_size:
             raise UnpicklingError("it is empty")
-        return _read(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)))
-
-
-# ---- the two formats
+        return read_object(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)))
 
 
 class _Bytes(io.RawIOBase):
@@ -141,27 +111,8 @@ class _Bytes(io.RawIOBase):
         return self._place
 
 
-def _read(data: memoryview) -> Any:
-    """Read a file of ``torch.save``, with whose memory tensors then share theirs."""
-    file: Any = io.BufferedReader(_Bytes(data))
-    if bytes(data[:4]) != b"PK\x03\x04":
-        return _read_old(file, data)
-    archive = zipfile.ZipFile(file)
-    infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-    if len(infos) < len(archive.infolist()):
-        raise UnpicklingError("its archive has two records of one name")
-    spans = {name: _span_of(info, data) for name, info in infos.items()}
-    if "data.pkl" not in spans or "constants.pkl" in spans:
-        raise UnpicklingError("it is an archive without data")
-    own, order = spans["data.pkl"], spans.get("byteorder", _Span(0, 0))
-    read = read_pickle(io.BytesIO(data[own.start : own.start + own.nbytes]))
-    if read.names <= _KNOWN and data[order.start : order.start + order.nbytes] in (b"", sys.byteorder.encode()):
-        return _Objects(data, lambda key: spans.get(f"data/{key}", _Span(0, 0))).made(read.value)
-    return _read_with_torch(file, sorted(read.names - _KNOWN))
-
-
-def _span_of(info: zipfile.ZipInfo, data: memoryview) -> _Span:
-    """Where the bytes of a record are, which lie behind a header of its own.
+def _record(info: zipfile.ZipInfo, data: memoryview) -> memoryview:
+    """The bytes of a record, which lie behind a header of its own.
 
     Raises:
         UnpicklingError: they are compressed, or not all in the file.
@@ -172,32 +123,7 @@ def _span_of(info: zipfile.ZipInfo, data: memoryview) -> _Span:
         raise UnpicklingError(f"its record {info.filename!r:.80} is compressed, which torch.save never does")
     if start + info.file_size > len(data):
         raise UnpicklingError(f"it ends before its record {info.filename!r:.80} does")
-    return _Span(start, info.file_size)
-
-
-def _read_old(file: IO[bytes], data: memoryview) -> Any:
-    """Read the format of torch before 1.6: pickles of a number, a version, the system, the object and the keys of its
-    storages, and then each storage, after its number of elements.
-    """
-    head = [read_pickle(file).value for _ in range(3)]
-    if type(head[0]) is not int or head[:2] != [MAGIC_NUMBER, PROTOCOL_VERSION]:
-        raise UnpicklingError("it is not a file of torch.save")
-    read, keys = read_pickle(file), read_pickle(file).value
-    spans: dict[str, _Span] = {}
-    itemsizes = _itemsizes_of(read)
-    place = file.tell()
-    for key in keys:
-        (numel,) = struct.unpack_from("<q", data, place)
-        spans[key] = _Span(place + 8, numel * itemsizes[key])
-        place += 8 + spans[key].nbytes
-        if numel < 0 or place > len(data):
-            raise UnpicklingError("its storages are damaged, or end too early")
-    return _Objects(data, spans.__getitem__).made(read.value)
-
-
-def _itemsizes_of(read: Read) -> dict[str, int]:
-    """Bytes of an element of each storage, by key."""
-    return {key: _dtype_of_storage(kind).itemsize for _, kind, key, *_ in read.stored}
+    return data[start : start + info.file_size]
 
 
 def _read_with_torch(file: IO[bytes], unknown: Sequence[str]) -> Any:
@@ -216,21 +142,22 @@ def _read_with_torch(file: IO[bytes], unknown: Sequence[str]) -> Any:
         raise UnpicklingError(problem) from error
 
 
-# ---- objects
+class _Storage(NamedTuple):
+    dtype: torch.dtype
+    memory: torch.UntypedStorage
 
 
 class _Objects:
-    """Makes the objects of a file, whose storages ``find`` finds by key.
+    """Makes the objects of an archive, whose ``records`` hold the storages.
 
     Tensors of all of them may have at most a few times the bytes of the file.
     """
 
-    def __init__(self, data: memoryview, find: Callable[[str], _Span]) -> None:
-        self._data = data
-        self._find = find
+    def __init__(self, records: dict[str, memoryview], nbytes: int) -> None:
+        self._records = records
         self._known: dict[int, tuple[Any, Any]] = {}  # by id: the value, so that it lives, and what was made of it
         self._memory: dict[str, torch.UntypedStorage] = {}
-        self._left = _MAX_COPIES * len(data) + _MAX_EXTRA_NBYTES
+        self._left = _MAX_COPIES * nbytes + _MAX_EXTRA_NBYTES
         self._depth = 0
 
     def made(self, value: Any) -> Any:
@@ -239,11 +166,10 @@ class _Objects:
         Raises:
             UnpicklingError: a bag is no data, or is damaged, or values are inside each other too deep.
         """
-        kind = type(value)
-        if kind in PLAIN:
+        if type(value) in PLAIN:
             return value
-        if kind is Name:
-            return dtype_of(value) if value.path not in _STORAGES else _STORAGES[value.path]
+        if type(value) is Name:
+            return _STORAGES.get(value.path) or dtype_of(value)
         if id(value) not in self._known:
             if self._depth > _MAX_DEPTH:
                 raise UnpicklingError(f"it has containers inside each other to a depth of more than {_MAX_DEPTH}")
@@ -253,19 +179,13 @@ class _Objects:
         return self._known[id(value)][1]
 
     def _new(self, value: Any) -> Any:
-        if type(value) is list:
-            return [self.made(each) for each in value]
-        if type(value) is tuple:
-            return tuple(self.made(each) for each in value)
+        if type(value) in (list, tuple):
+            return type(value)(map(self.made, value))
         if type(value) is dict:
             return self._items(value)
-        assert type(value) is Bag
-        if value.path == STORED:
-            return self._storage(*self.made(value.args))
-        make = _MAKE.get(value.path)
-        if make is None:
+        if value.path not in _MAKE:
             raise UnpicklingError(f"it holds more than data: it names {value.path:.200}")
-        made = make(self, *self.made(value.args))
+        made = _MAKE[value.path](self, *self.made(value.args))
         if type(made) is OrderedDict:
             made.update(self._items(value.items))
             vars(made).update(self.made(value.state or {}))  # such as the `_metadata` of a state dict
@@ -278,22 +198,18 @@ class _Objects:
             raise UnpicklingError("a key is an object")
         return {self.made(key) if type(key) is Name else key: self.made(each) for key, each in items.items()}
 
-    def _storage(self, kind: Any, dtype: Any, key: Any, _: Any, numel: Any, *view: Any) -> _Storage:
-        if kind != "storage" or any(each is not None for each in view) or type(key) is not str:
+    def storage(self, kind: Any, dtype: Any, key: Any, _: Any, numel: Any, *view: Any) -> _Storage:
+        """A storage, in the memory of its record."""
+        if kind != "storage" or any(each is not None for each in view) or type(dtype) is not torch.dtype:
             raise UnpicklingError("a storage is not described as torch does")
         (numel,) = shape_of((numel,))
-        span, nbytes = self._find(key), numel * dtype.itemsize
-        if span.nbytes < nbytes:
-            raise UnpicklingError(f"it has {span.nbytes:,} of the {nbytes:,} bytes of a tensor")
+        record, nbytes = self._records.get(f"data/{key}", memoryview(b"")), numel * dtype.itemsize
+        if record.nbytes < nbytes:
+            raise UnpicklingError(f"it has {record.nbytes:,} of the {nbytes:,} bytes of a tensor")
         if key not in self._memory:
-            self._memory[key] = self._memory_at(span, dtype.itemsize)
+            found = torch.frombuffer(record, dtype=torch.uint8) if record.nbytes else torch.empty(0, device="cpu")
+            self._memory[key] = (found.clone() if found.data_ptr() % dtype.itemsize else found).untyped_storage()
         return _Storage(dtype, self._memory[key])
-
-    def _memory_at(self, span: _Span, itemsize: int) -> torch.UntypedStorage:
-        if not span.nbytes:
-            return torch.UntypedStorage(0)
-        found = torch.frombuffer(self._data, dtype=torch.uint8, count=span.nbytes, offset=span.start)
-        return (found.clone() if found.data_ptr() % itemsize else found).untyped_storage()
 
     def tensor(self, storage: Any, *described: Any) -> Tensor:
         """A tensor of a storage that has a dtype."""
@@ -307,10 +223,8 @@ class _Objects:
         """
         offset, size, strides, requires_grad, hooks, dtype, *more = described
         shape, steps, (begin,) = shape_of(size), shape_of(strides), shape_of((offset,))
-        if type(storage) is not _Storage or len(shape) != len(steps) or type(requires_grad) is not bool:
-            raise UnpicklingError("a tensor is not described as torch does")
-        if hooks or any(more):
-            raise UnpicklingError("a tensor has hooks, or is lazily conjugated")
+        if type(storage) is not _Storage or len(shape) != len(steps) or hooks or any(more):
+            raise UnpicklingError("a tensor is not described as torch does, or has hooks, or is lazily conjugated")
         numel = prod(shape)
         last = begin + sum((length - 1) * step for length, step in zip(shape, steps, strict=True))
         if (last + 1 if numel else begin) * dtype.itemsize > storage.memory.nbytes():
@@ -322,21 +236,15 @@ class _Objects:
         return found.requires_grad_(requires_grad)
 
 
-class _Storage(NamedTuple):
-    dtype: torch.dtype
-    memory: torch.UntypedStorage
+def _of(make: Callable[..., Any], *kinds: type) -> Callable[..., Any]:
+    """``make``, which takes arguments of exactly these ``kinds``; the last ones may be left out."""
 
+    def checked(_: _Objects, *args: Any) -> Any:
+        if len(args) > len(kinds) or any(type(arg) is not kind for arg, kind in zip(args, kinds, strict=False)):
+            raise UnpicklingError(f"a {getattr(make, '__name__', make)} is not described as torch does")
+        return make(*args)
 
-def _dtype_of_storage(name: Any) -> torch.dtype:
-    if type(name) is not Name or name.path not in _STORAGES:
-        raise UnpicklingError("a storage is not described as torch does")
-    return _STORAGES[name.path]
-
-
-def _parameter(_: _Objects, data: Any, requires_grad: Any, hooks: Any) -> nn.Parameter:
-    if type(data) is not Tensor or type(requires_grad) is not bool or hooks:
-        raise UnpicklingError("a parameter is not described as torch does")
-    return nn.Parameter(data, requires_grad)
+    return checked
 
 
 def _set(_: _Objects, items: Any) -> set[Any]:
@@ -345,50 +253,28 @@ def _set(_: _Objects, items: Any) -> set[Any]:
     return set(items)
 
 
-def _counter(_: _Objects, counts: Any = None) -> Counter[Any]:
-    if type(counts) not in (dict, type(None)):
-        raise UnpicklingError("a counter is not made of a dict")
-    return Counter(counts)
-
-
-def _encoded(_: _Objects, text: Any, encoding: Any) -> bytes:
-    if type(text) is not str or encoding not in ("latin1", "latin-1"):
+def _encoded(_: _Objects, text: Any = b"", encoding: Any = "latin1") -> bytes:
+    if type(text) not in (str, bytes) or encoding not in ("latin1", "latin-1"):  # others may be slow
         raise UnpicklingError("bytes are not written as torch does")
-    return text.encode("latin1")
-
-
-def _bytearray(own: _Objects, data: Any = b"", *encoding: Any) -> bytearray:
-    if type(data) is str:
-        data = _encoded(own, data, *encoding)
-    if type(data) is not bytes:
-        raise UnpicklingError("a bytearray is not made of bytes")
-    return bytearray(data)
-
-
-def _complex(_: _Objects, real: Any, imag: Any) -> complex:
-    if type(real) is not float or type(imag) is not float:
-        raise UnpicklingError("a complex number is not made of two numbers")
-    return complex(real, imag)
-
-
-def _device(_: _Objects, kind: Any, *index: Any) -> torch.device:
-    if type(kind) is not str or any(type(each) is not int for each in index):
-        raise UnpicklingError("a device is not described as torch does")
-    return torch.device(kind, *index)
+    return text if type(text) is bytes else text.encode("latin1")
 
 
 _MAKE: dict[str, Callable[..., Any]] = {
+    STORED: _Objects.storage,
     "torch._utils._rebuild_tensor_v2": _Objects.tensor,
     "torch._utils._rebuild_tensor_v3": _Objects.untyped_tensor,
-    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter": lambda _, data, requires_grad, hooks: nn.Parameter(data, requires_grad),
     "torch.Size": lambda _, sizes: shape_of(sizes),
-    "torch.device": _device,
-    "torch.serialization._get_layout": lambda _, name: layout_of(name),
-    "collections.OrderedDict": lambda _: OrderedDict(),
-    "collections.Counter": _counter,
+    "torch.device": _of(torch.device, str, int),
+    "torch.serialization._get_layout": lambda _, name: LAYOUTS[name],
+    "collections.OrderedDict": _of(OrderedDict),
+    "collections.Counter": _of(Counter, dict),
     "_codecs.encode": _encoded,
     **{f"{module}.set": _set for module in ("builtins", "__builtin__")},
-    **{f"{module}.complex": _complex for module in ("builtins", "__builtin__")},
-    **{f"{module}.bytearray": _bytearray for module in ("builtins", "__builtin__")},
+    **{f"{module}.complex": _of(complex, float, float) for module in ("builtins", "__builtin__")},
+    **{
+        f"{module}.bytearray": lambda own, *args: bytearray(_encoded(own, *args))
+        for module in ("builtins", "__builtin__")
+    },
 }
 _KNOWN = {*_MAKE, *_STORAGES, *DTYPES}

@@ -85,9 +85,8 @@ class Preemption:
         is_asked = self.number is not None and not self._is_closed
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return is_asked
-        found = self._poll is not None and self._poll.is_asked and self._poll.answer()
-        if self._poll is None:
-            self._poll = Poll()
+        self._poll = self._poll or Poll()
+        found = self._poll.is_asked and self._poll.answer()
         self._poll.ask(is_asked)
         return found
 
@@ -95,10 +94,7 @@ class Preemption:
         """Restore the earlier handlers, and forget a signal. Called on the main thread."""
         if not self._is_closed:
             with self._closing:
-                self._is_closed = True
-                signal.set_wakeup_fd(self._earlier_fd)
-                for number, earlier in self._earlier.items():
-                    signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+                self._restore(self._earlier_fd)
                 os.write(self._write, b"\0")  # ends the thread
 
     def __enter__(self) -> Preemption:
@@ -114,8 +110,7 @@ class Preemption:
             for number in sorted(self._signals):
                 self._earlier[number] = signal.signal(number, self._handle)
         except (OSError, ValueError):
-            for number, earlier in self._earlier.items():
-                signal.signal(number, earlier)
+            self._restore()
             raise
         self._earlier_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         _all.add(self)
@@ -128,12 +123,12 @@ class Preemption:
         if callable(earlier) and earlier is not signal.default_int_handler:
             earlier(number, frame)
 
-    def leave_to_parent(self) -> None:
-        """In a process that was just forked: signals end it as if there were no handlers here."""
-        signal.set_wakeup_fd(-1)
+    def _restore(self, wakeup_fd: int = -1) -> None:
+        """Signals find the earlier handlers, as if there were none here; also in a process that was just forked."""
+        self._is_closed = True
+        signal.set_wakeup_fd(wakeup_fd)
         for number, earlier in self._earlier.items():
             signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
-        self._is_closed = True
 
     # ---- on the thread
 
@@ -243,7 +238,7 @@ _all: weakref.WeakSet[Preemption] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for preemption in list(_all):
-        preemption.leave_to_parent()
+        preemption._restore()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -7,25 +7,27 @@ run code in every rank (measured with torch 2.13). Here both are read as data fi
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import threading
 import warnings
 import zlib
+from collections.abc import Iterator
 from itertools import groupby
-from math import prod
 from typing import IO, Any
 
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.futures import Future
 
-from fairshard.checkpoint.manifest import Manifest, check_crc
+from fairshard.checkpoint.manifest import Manifest, check_crc, read_manifest, verify_file
 from fairshard.checkpoint.metadata import is_marked, read_metadata
-from fairshard.checkpoint.objects import Room, read_object
+from fairshard.checkpoint.objects import read_object
 from fairshard.checkpoint.storage import MANIFEST, read_at_most, storage_of
 from fairshard.errors import CheckpointError
 from fairshard.utils.user_line import level_of_user
@@ -33,23 +35,19 @@ from fairshard.utils.user_line import level_of_user
 METADATA = ".metadata"
 MAX_METADATA_NBYTES = 1 << 30
 
-_MAX_OBJECT_GROWTH = 64
+_filters = threading.Lock()
 _MAX_LINE = 400  # characters: a damaged file can have a name of any length
-_MAX_EXTRA_NBYTES = 1 << 24
 
 
 class CheckpointReader(FileSystemReader):
-    """torch's reader for a local folder or an fsspec URL; what it reads cannot run code.
-
-    ``manifest``, if set before the first read, vouches for the files; the caller has verified all but the metadata.
-    """
+    """torch's reader for a local folder or an fsspec URL; what it reads cannot run code."""
 
     def __init__(self, path: str, max_metadata_nbytes: int = MAX_METADATA_NBYTES) -> None:
         super().__init__(path)
         self._storage = storage_of(path)  # which opens files in place of torch's class
         self.manifest: Manifest | None = None
         self.folder = path
-        self._room = Room()
+        self._room = bytearray()  # kept, because new memory costs more than reading
         self._max_metadata_nbytes = max_metadata_nbytes
         self._known: Metadata | None = None
 
@@ -79,16 +77,19 @@ class CheckpointReader(FileSystemReader):
                 ) from error
         return self._known
 
-    def check_vouched(self, allow_unverified: bool, warns: bool = True) -> None:
-        """Check that the manifest vouches for all files; without a manifest, that none is missing.
+    def check_files(self, allow_unverified: bool, step: int | None = None, rank: int = 0, num_ranks: int = 1) -> None:
+        """Read manifest and metadata, and compare this rank's share of the files with their checksums.
 
-        Checkpoints of plain torch have none, nor any mark of ours: they are read with a warning, if this process
-        ``warns``.
+        Checkpoints of plain torch have no manifest, nor any mark of ours: rank 0 warns.
 
         Raises:
-            CheckpointError: a file is not in the manifest; or the metadata are marked as ours, but the manifest is
-                missing, unless ``allow_unverified``.
+            CheckpointError: a file is missing, damaged or not in the manifest; or the metadata are marked as ours, but
+                the manifest is missing, unless ``allow_unverified``; or the manifest is of another ``step``.
         """
+        self.manifest = read_manifest(self._storage, self.folder)
+        files = {} if self.manifest is None else self.manifest.files
+        for name in sorted(files, key=_in_order_of_ranks)[rank::num_ranks]:
+            verify_file(self._storage, self.folder, name, files[name])
         known = self.read_metadata()
         if self.manifest is None:
             if is_marked(known) and not allow_unverified:
@@ -97,15 +98,20 @@ class CheckpointReader(FileSystemReader):
                     "shows whether the files are whole. Use another checkpoint; to read this one unchecked, pass "
                     "allow_unverified=True."
                 )
-            if warns:
+            if rank == 0:
                 text = f"{self.folder} has no {MANIFEST}: its files are not compared with checksums."
                 warnings.warn(text, stacklevel=level_of_user())
-            return
-        unknown = {place.relative_path for place in known.storage_data.values()} - self.manifest.files.keys()
-        if unknown:
+        elif unknown := {place.relative_path for place in known.storage_data.values()} - files.keys():
             raise CheckpointError(
                 f"The manifest must list all files, but {self.folder}/{MANIFEST} does not list {min(unknown)}: it "
                 "belongs to another checkpoint. Use another checkpoint."
+            )
+        found = None if self.manifest is None else self.manifest.step
+        if step not in (None, found):
+            raise CheckpointError(
+                f"{self.folder} must be the checkpoint of step {step}, but its {MANIFEST} says "
+                f"{'no step' if found is None else f'step {found}'}: the folder was renamed. Give it the name of its "
+                "step."
             )
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
@@ -131,7 +137,7 @@ class CheckpointReader(FileSystemReader):
                         self._read(path, list(parts), stream, planner)
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
-        self._room = Room()
+        self._room = bytearray()
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -144,11 +150,11 @@ class CheckpointReader(FileSystemReader):
         """Read one entry, of which ``parts`` are wanted."""
         name = parts[0].storage_index.fqn
         try:
+            data = self._data_of(parts[0], stream)
             if parts[0].type is LoadItemType.BYTE_IO:
-                file, nbytes = self._opened(parts[0], stream)
-                planner.load_bytes(parts[0], io.BytesIO(file.read(nbytes)))
+                planner.load_bytes(parts[0], io.BytesIO(data))
                 return
-            found = read_object(*self._opened(parts[0], stream), self._room)
+            found = read_object(data)
             if not isinstance(found, Tensor):
                 raise ValueError(f"it is {type(found).__name__}, not a tensor")
             for item in parts:
@@ -166,22 +172,20 @@ class CheckpointReader(FileSystemReader):
                 f"{path} must hold `{name}`, but it cannot be read from there: {first_line(error)}"
             ) from error
 
-    def _opened(self, item: ReadItem, stream: IO[bytes]) -> tuple[IO[bytes], int]:
-        """What ``torch.save`` wrote for an entry, as the next bytes of a file."""
+    def _data_of(self, item: ReadItem, stream: IO[bytes]) -> memoryview:
+        """What ``torch.save`` wrote for an entry, in memory that the next entry overwrites."""
         place = self.storage_data[item.storage_index]
         if place.offset + place.length > stream.seek(0, os.SEEK_END):
             raise OSError("the file ends too early")
         stream.seek(place.offset)
-        if not place.transform_descriptors:
-            return stream, place.length
-        most = _MAX_OBJECT_GROWTH * place.length
-        entry = self._known.state_dict_metadata.get(item.storage_index.fqn) if self._known is not None else None
-        if isinstance(entry, TensorStorageMetadata):
-            most = prod(entry.size) * entry.properties.dtype.itemsize
-        found = io.BytesIO(stream.read(place.length))
-        opened = self.transforms.transform_load_stream(item, place.transform_descriptors, found)
-        plain = read_at_most(opened, most + _MAX_EXTRA_NBYTES)
-        return io.BytesIO(plain), len(plain)
+        if place.transform_descriptors:
+            raise ValueError("it is packed by an extension of torch.distributed.checkpoint: load and save it with that")
+        if len(self._room) < place.length:
+            self._room = bytearray(place.length)
+        data = memoryview(self._room)[: place.length]
+        if stream.readinto(data) < place.length:  # type: ignore[attr-defined]
+            raise OSError("the file ends too early")
+        return data
 
 
 class SafePlanner(DefaultLoadPlanner):
@@ -193,11 +197,27 @@ class SafePlanner(DefaultLoadPlanner):
         Raises:
             UnpicklingError: the object holds anything but tensors, numbers, strings and containers of them.
         """
-        found = read_object(value, len(value.getbuffer()), Room())
+        found = read_object(value.getbuffer())
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], found)
         else:
             self.state_dict[read_item.dest_index.fqn] = found
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Ignore warnings, in one thread at a time: torch's functions warn if there is no process group.
+
+    Threads that overlapped here would restore each other's filters, and leave all warnings ignored.
+    """
+    with _filters, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _in_order_of_ranks(name: str) -> tuple[bool, int, str]:
+    """Sort key that gives each rank, of as many as have saved, its own file: ``__2_0.distcp`` before ``__10_0``."""
+    return name == METADATA, len(name), name
 
 
 def first_line(error: BaseException) -> str:

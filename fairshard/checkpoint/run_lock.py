@@ -27,8 +27,6 @@ import stat
 import threading
 import time
 import uuid
-import weakref
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -66,10 +64,10 @@ class Owner:
         return cls(socket.gethostname(), pid, since, _kernel(), _state_and_start(pid)[1], uuid.uuid4().hex)
 
     @classmethod
-    def parse(cls, text: str) -> Owner | None:
+    def parse(cls, text: str | None) -> Owner | None:
         """The owner that a lock file names; None if it was not completely written."""
         try:
-            owner = cls(**json.loads(text))
+            owner = cls(**json.loads(text or ""))
         except (ValueError, TypeError, RecursionError):
             return None
         texts = (owner.host, owner.since, owner.kernel, owner.started, owner.token)
@@ -103,17 +101,12 @@ class RunLock:
         self._folder = folder
         self._path = os.path.join(folder, NAME)
         self._text = json.dumps(asdict(self.owner)) + "\n"
-        self._seen: tuple[str, int] | None = None  # text and last beat of another owner
+        self._seen: tuple[str | None, int] = None, 0  # text and last beat of another owner
         self._seen_at = 0.0
         self._removal_seen_at = 0.0
         self._num_users = 0
         self._guard = threading.RLock()  # a garbage collection in a beat may end the last user
         self._is_over = threading.Event()
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether this process has taken it."""
-        return self._num_users > 0
 
     def poll(self) -> bool:
         """Try to take the lock; False while it is not known whether its owner lives: then call it again.
@@ -125,11 +118,8 @@ class RunLock:
             OSError: the folder cannot be written.
         """
         while not self._num_users and not self._create():
-            self._check_kind()
-            seen = self._read()
-            if seen is None:
-                continue
-            if self._lives(seen) is None or not self._remove_dead(seen[0]):
+            text, beat = self._read()
+            if text is not None and (not self._is_dead(text, beat) or not self._remove_dead(text)):
                 return False
         if not self._num_users:
             threading.Thread(target=self._beat, name="fairshard lock", daemon=True).start()
@@ -142,58 +132,51 @@ class RunLock:
         Raises:
             CheckpointError: it has.
         """
-        seen = None
+        text = None
         with contextlib.suppress(OSError):
-            seen = self._read()
-        if seen is not None and seen[0] != self._text:
-            raise self._refusal(Owner.parse(seen[0]), f" This process had not touched its lock for {EXPIRES_S:g} s.")
+            text, _ = self._read()
+        if text not in (None, self._text):
+            raise self._refusal(Owner.parse(text), f" This process had not touched its lock for {EXPIRES_S:g} s.")
 
     def leave(self) -> None:
-        """One user has ended; removes the lock after the last one."""
+        """One user has ended; removes the lock after the last one, unless it belongs to another process."""
         self._num_users -= 1
-        if not self._num_users:
-            self.release()
-
-    def release(self) -> None:
-        """Remove the lock, if it is this process's."""
-        if os.getpid() != self.owner.pid:
+        if self._num_users or os.getpid() != self.owner.pid:
             return
         with self._guard:
             self._is_over.set()
             with contextlib.suppress(OSError):
-                seen = self._read()
-                if seen is not None and seen[0] == self._text:
+                if self._read()[0] == self._text:
                     os.unlink(self._path)
         _locks.pop(self._folder, None)
 
     def other(self) -> Owner | None:
         """Another process that holds the lock and is known to live."""
         with contextlib.suppress(OSError):
-            seen = self._read()
-            owner = None if seen is None or seen[0] == self._text else Owner.parse(seen[0])
+            text, _ = self._read()
+            owner = None if text == self._text else Owner.parse(text)
             return owner if owner is not None and owner.is_alive() else None
         return None
 
     # ---- private
 
-    def _lives(self, seen: tuple[str, int]) -> bool | None:
-        """False if the owner of the file ``seen`` is dead; None if that is not known yet.
+    def _is_dead(self, text: str, beat: int) -> bool:
+        """Whether the owner that the lock names is dead; False if that is not known yet.
 
         Raises:
             CheckpointError: it lives.
         """
-        owner = Owner.parse(seen[0])
+        owner = Owner.parse(text)
         alive = None if owner is None else owner.is_alive()
         if alive is None:
-            if self._seen is None or self._seen[0] != seen[0]:
-                self._seen, self._seen_at = seen, time.monotonic()
-            if self._seen != seen:
-                alive = True
-            elif time.monotonic() >= self._seen_at + EXPIRES_S:
-                alive = False
+            if self._seen[0] != text:
+                self._seen, self._seen_at = (text, beat), time.monotonic()
+            alive = self._seen[1] != beat
+            if not alive and time.monotonic() < self._seen_at + EXPIRES_S:
+                return False
         if alive:
             raise self._refusal(owner)
-        return alive
+        return True
 
     def _refusal(self, owner: Owner | None, more: str = "") -> CheckpointError:
         name = "a process that has not written its name yet" if owner is None else str(owner)
@@ -204,35 +187,30 @@ class RunLock:
 
     def _create(self) -> bool:
         Storage().make(self._folder)
-        try:
-            file = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        except FileExistsError:
-            return False
-        try:
-            os.write(file, self._text.encode())
-            os.fsync(file)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)
-            raise
-        finally:
-            os.close(file)
-        return True
-
-    def _check_kind(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(self._path).st_mode):
                 raise CheckpointError(
                     f"{self._path} must be the file with which a run locks its folder, but is not a file. Remove it."
                 )
+        try:
+            with open(self._path, "x", encoding="utf-8") as file:
+                try:
+                    file.write(self._text)
+                    file.flush()
+                except OSError:
+                    os.unlink(self._path)
+                    raise
+        except FileExistsError:
+            return False
+        return True
 
-    def _read(self) -> tuple[str, int] | None:
+    def _read(self) -> tuple[str | None, int]:
         """The file's text and the time of its last beat; None without a file."""
         try:
             with open_regular(self._path) as file:  # NFS asks its server at each open
                 return file.read(_MAX_NBYTES).decode(errors="replace"), os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
-            return None
+            return None, 0
 
     def _remove_dead(self, text: str) -> bool:
         """Remove the file of a dead owner if it still has this ``text``; False if another process is about to.
@@ -242,7 +220,7 @@ class RunLock:
         """
         aside = f"{self._path}-removal"
         try:
-            os.close(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+            open(aside, "x").close()
         except FileExistsError:
             now = time.monotonic()
             self._removal_seen_at = self._removal_seen_at or now
@@ -251,8 +229,7 @@ class RunLock:
                     os.unlink(aside)
             return False
         try:
-            seen = self._read()
-            if seen is not None and seen[0] == text:
+            if self._read()[0] == text:
                 os.unlink(self._path)
         finally:
             os.unlink(aside)
@@ -263,10 +240,10 @@ class RunLock:
             with self._guard, contextlib.suppress(OSError):  # a server may be back before the lock expires
                 if self._is_over.is_set():
                     return
-                seen = self._read()
-                if seen is None:
+                text, _ = self._read()
+                if text is None:
                     self._create()
-                elif seen[0] == self._text:
+                elif text == self._text:
                     os.utime(self._path)
                 else:
                     return
@@ -282,21 +259,6 @@ def lock_of(folder: str) -> RunLock:
     if lock is None or lock.owner.pid != os.getpid():  # a forked process has locks of its own
         lock = _locks[path] = RunLock(path)
     return lock
-
-
-def leave_with(user: object, lock: RunLock) -> Callable[[], object]:
-    """Call ``lock.leave()`` when ``user`` is deleted, at the latest when the process exits.
-
-    Returns: a function that leaves now; a second call does nothing.
-    """
-    return weakref.finalize(user, lock.leave)
-
-
-def release_all() -> None:
-    """Remove all locks of this process, which is about to end without the usual cleaning up."""
-    for lock in list(_locks.values()):
-        if lock.is_taken:
-            lock.release()
 
 
 def _kernel() -> str:

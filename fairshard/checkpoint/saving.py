@@ -4,47 +4,53 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import uuid
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_saver as dcp
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from fairshard.checkpoint.agreement import described, failure_of, idle_group, on_all_ranks, rank_in
+from fairshard.checkpoint.agreement import (
+    described,
+    idle_group,
+    on_all_ranks,
+    on_first_rank,
+    rank_in,
+    size_of,
+    with_torch,
+)
 from fairshard.checkpoint.entries import (
     Stateful,
     Training,
-    add_own_values,
     aliases_of,
+    checksum,
     live_storages,
     model_entries,
     object_entries,
-    replicated_sums,
+    rank_key,
+    replicated,
 )
 from fairshard.checkpoint.manifest import FileEntry, Manifest
-from fairshard.checkpoint.pieces import Piece, check_shared, shared_by_few
 from fairshard.checkpoint.snapshot import Buffers, Snapshot
-from fairshard.checkpoint.step_names import check_step
+from fairshard.checkpoint.step_folders import check_step
 from fairshard.checkpoint.storage import MANIFEST, TEMPORARY, Storage, full_path, storage_of
 from fairshard.checkpoint.writer import CheckpointWriter, SnapshotPlanner
 from fairshard.checks.histories import Histories, check_histories, histories
 from fairshard.errors import CheckpointError, CollectiveFailedError, FairshardError, RanksDisagreeError
 from fairshard.state.optim_gathering import GatheredOptimState, problem_among, problem_of_places
 from fairshard.state.optim_params import OptimParams
-from fairshard.utils.collectives import Communicator, gather_objects
+from fairshard.utils.collectives import gather_objects
 from fairshard.utils.collector import collector_paused
-from fairshard.utils.failures import explained
-
-_filters = threading.Lock()
-"""Held while a thread ignores warnings."""
+from fairshard.utils.span_tensor import SpanTensor
 
 
 @dataclass
@@ -54,29 +60,6 @@ class Draft:
     snapshot: Snapshot
     step: int | None
     aliases: dict[str, str]
-    optim: GatheredOptimState | None
-
-    def described_over(self, group: ProcessGroup | None) -> dict[str, str]:
-        """Description of the optimizer state, if all of it is sharded over ``group``; otherwise empty."""
-        comm = self._comm_over(group)
-        return {} if self.optim is None or comm is None else self.optim.described(comm)
-
-    def check_optim(self, group: ProcessGroup | None, described: list[dict[str, str]]) -> None:
-        """Compare optimizer state across ranks, by ``described`` or group by group. **Collective.**
-
-        Raises:
-            ValueError: on all ranks, if the state differs.
-        """
-        if self.optim is not None and self._comm_over(group) is None:
-            self.optim.check()
-        problem = problem_among(described)
-        if problem is not None:
-            raise problem
-
-    def _comm_over(self, group: ProcessGroup | None) -> Communicator | None:
-        """The communicator of all units, if it spans all ranks of ``group``."""
-        comms = [] if self.optim is None or group is None else self.optim.params.comms
-        return comms[0] if len(comms) == 1 and group is not None and comms[0].world_size == group.size() else None
 
 
 def save(
@@ -134,45 +117,132 @@ def take(training: Training, step: int | None, buffers: Buffers | None) -> Draft
         RanksDisagreeError: on every rank, if they have run different things.
     """
     group = idle_group()
-    params = OptimParams(training.model)
-    drafts: list[Draft] = []
+    rank, num_ranks = rank_in(group), size_of(group)
+    model, optimizer = training.model, training.optimizer
+    params = OptimParams(model)
+    comms = [comm for comm in params.comms if comm.world_size == num_ranks] if len(params.comms) == 1 else []
+    optims: list[GatheredOptimState] = []
+    snapshots: list[Snapshot] = []
 
-    def draft() -> tuple[int | None, Histories, dict[str, int], dict[str, str], list[Piece], dict[str, str]]:
-        drafts.append(_draft(training, params, rank_in(group), step, buffers))
-        own, entries = drafts[0], drafts[0].snapshot.entries
-        pieces = [] if group is None else shared_by_few(entries, params, group.size())
-        settings = {} if group is None or own.optim is None else own.optim.settings(group.size())
-        sums = replicated_sums(entries)
-        return step, histories(training.model), sums, own.described_over(group), pieces, settings
+    def facts() -> Facts:
+        entries = {**object_entries(training, rank), "model": model_entries(model)}
+        state, settings = {}, {}
+        if optimizer is not None:
+            optim = GatheredOptimState(params, optimizer)
+            optims.append(optim)
+            entries["optim"] = optim.sharded(False, copies=False)
+            state = optim.described(comms[0]) if comms else {}
+            settings = optim.settings(num_ranks)
+        live = live_storages(params, optimizer) if buffers is not None else set()
+        snapshots.append(Snapshot(entries, buffers, live))
+        pieces = shared_by_few(snapshots[0].entries, params, num_ranks)
+        sums = {name: checksum(value) for name, value in replicated(snapshots[0].entries).items()}
+        return Facts(step, histories(model), sums, pieces, state, settings)
 
     try:
-        # One exchange checks that no rank failed and that all agree: each exchange stops training for milliseconds.
         with collector_paused():
-            steps, run, sums, described, pieces, settings = zip(*on_all_ranks(group, draft), strict=True)
-        check_histories(training.model, run, group)
-        check_shared(pieces)
-        if len(set(steps)) > 1:
-            raise CheckpointError(f"All ranks must save the same step, but the ranks' steps are {list(steps)}.")
-        drafts[0].check_optim(group, list(described))
-        if (problem := problem_of_places(list(settings))) is not None:
-            raise problem
-        add_own_values(drafts[0].snapshot.entries, rank_in(group), list(sums))
+            # One exchange checks that no rank failed and that all agree: each one stops training for milliseconds.
+            every = on_all_ranks(group, facts)
+        check_histories(model, [own.run for own in every], group)
+        for optim in [] if comms else optims:  # several groups compare one by one
+            optim.check()
+        check_facts(every)
+        entries, first, own = snapshots[0].entries, every[0].sums, every[rank].sums
+        entries[rank_key(rank)][0]["values"] = {
+            name: value.to("cpu", copy=True)
+            for name, value in replicated(entries).items()
+            if own[name] != first.get(name)
+        }
     except BaseException:
-        for own in drafts:
-            own.snapshot.close()
+        for snapshot in snapshots:
+            snapshot.close()
         raise
-    return drafts[0]
+    return Draft(snapshots[0], step, aliases_of(params))
 
 
-def _draft(training: Training, params: OptimParams, rank: int, step: int | None, buffers: Buffers | None) -> Draft:
-    entries = object_entries(training, rank)
-    entries["model"] = model_entries(training.model)
-    optim = None
-    if training.optimizer is not None:
-        optim = GatheredOptimState(params, training.optimizer)
-        entries["optim"] = optim.sharded(False, copies=False)
-    live = live_storages(params, training.optimizer) if buffers is not None else set()
-    return Draft(Snapshot(entries, buffers, live), step, aliases_of(params), optim)
+Box = tuple[Sequence[int], Sequence[int]]
+"""Offsets and sizes of a part of a tensor."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one rank is about to save.
+
+    ``run``: what it has run; ``sums``: of the model's replicated values; ``state``, ``settings``: descriptions of the
+    optimizer; ``pieces``: see `shared_by_few`.
+    """
+
+    step: int | None
+    run: Histories
+    sums: dict[str, int]
+    pieces: dict[tuple[str, int, Box], int] = field(default_factory=dict)
+    state: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+
+
+def check_facts(every: Sequence[Facts]) -> None:
+    """Check the facts of all ranks, apart from what they have run; the same on every rank.
+
+    Raises:
+        CheckpointError: ranks save another step, or have other values of a parameter, of which one would be lost.
+        ValueError: their optimizers differ.
+    """
+    check_shared([own.pieces for own in every])
+    steps = [own.step for own in every]
+    if len(set(steps)) > 1:
+        raise CheckpointError(f"All ranks must save the same step, but the ranks' steps are {steps}.")
+    problem = problem_among([own.state for own in every]) or problem_of_places([own.settings for own in every])
+    if problem is not None:
+        raise problem
+
+
+def shared_by_few(entries: Mapping[str, Any], params: OptimParams, num_ranks: int) -> dict[tuple[str, int, Box], int]:
+    """Checksums of this rank's pieces of what is cut among fewer ranks than the ``num_ranks`` that save ``entries``.
+
+    By the name of a parameter or of its state, its number of elements, and the piece's box. Other ranks may have
+    parameters of their own under the same names. Values that are not cut are saved by each rank where they differ.
+    """
+    names = {
+        name
+        for named in params
+        if named.flat_param is not None and named.flat_param.comms.num_ranks < num_ranks
+        for name in named.first_names
+    }
+    values = {name: value for name, value in entries["model"].items() if name in names}
+    for name, state in entries.get("optim", {"state": {}})["state"].items():
+        values.update({f"{key}` of `{name}": value for key, value in state.items() if name in names})
+    found: dict[tuple[str, int, Box], int] = {}
+    for name, value in values.items():
+        if isinstance(value, SpanTensor):
+            found[name, value.numel(), ((value.start,), (value.run.numel(),))] = checksum(value.run)
+        elif isinstance(value, DTensor) and value.device_mesh.size() < num_ranks:  # otherwise the rest has the others
+            sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+            found[name, value.numel(), (offsets, sizes)] = checksum(value.to_local())
+    return found
+
+
+def check_shared(every: Sequence[Mapping[tuple[str, int, Box], int]]) -> None:
+    """Check the `shared_by_few` of all ranks.
+
+    Raises:
+        CheckpointError: ranks have different values of a parameter.
+    """
+    sums: dict[tuple[str, int, Box], int] = {}
+    holders: dict[str, int] = {}
+    covered: Counter[str] = Counter()
+    for rank, pieces in enumerate(every):
+        for key, own in pieces.items():
+            name, numel, (_, sizes) = key
+            covered[name] += 0 if key in sums else prod(sizes)
+            if sums.setdefault(key, own) != own or covered[name] > numel:
+                raise CheckpointError(
+                    f"A checkpoint holds one value of each name, but `{name}` is another one, or is cut in another "
+                    f"way, on rank {rank} than on rank {holders[name]}: it is sharded among some of the ranks only, "
+                    "and others have weights of their own under its name. Save such modules apart, each group its own "
+                    "into a folder of its own: torch.distributed.checkpoint.save(module.state_dict(), "
+                    "checkpoint_id=..., process_group=group)."
+                )
+            holders.setdefault(name, rank)
 
 
 def write(draft: Draft, folder: str, group: ProcessGroup | None, replace: Callable[[], None] = lambda: None) -> None:
@@ -185,17 +255,15 @@ def write(draft: Draft, folder: str, group: ProcessGroup | None, replace: Callab
         CollectiveFailedError: a rank has ended, is stopped, or does something else.
     """
     storage = storage_of(folder)
-    rank = rank_in(group)
-    beside = f"{storage.parent(folder)}/{TEMPORARY}{folder.rpartition('/')[2]}-"
-    work = f"{beside}{uuid.uuid4().hex[:8]}"
+    work = f"{storage.parent(folder)}/{TEMPORARY}{folder.rpartition('/')[2]}-{uuid.uuid4().hex[:8]}"
     try:
-        work = on_all_ranks(group, lambda: work)[0]
+        work = on_first_rank(group, lambda: work)
         on_all_ranks(group, lambda: storage.make(work))
         files = _write_files(draft, work, group)
         manifest = Manifest(draft.step, len(files), {k: v for own in files for k, v in own.items()}, draft.aliases)
-        on_all_ranks(group, lambda: _publish(storage, work, folder, manifest, replace) if rank == 0 else None)
+        on_first_rank(group, lambda: _publish(storage, work, folder, manifest, replace))
     except BaseException as error:
-        if rank == 0:
+        if rank_in(group) == 0:
             with contextlib.suppress(OSError):  # report the first error, not a failed clean-up
                 storage.remove(work)
         if isinstance(error, Exception):
@@ -219,29 +287,9 @@ def not_saved(folder: str, error: Exception, group: ProcessGroup | None) -> Fair
 
 def _write_files(draft: Draft, work: str, group: ProcessGroup | None) -> list[dict[str, FileEntry]]:
     """Write this rank's files; returns the files of every rank, with their checksums."""
-    writer = CheckpointWriter(work, group)
-    try:
-        with contextlib.nullcontext() if group is not None else _without_warnings():
-            explained(dcp.save)(
-                draft.snapshot.entries,
-                storage_writer=writer,
-                planner=SnapshotPlanner(draft.snapshot),
-                process_group=group,
-            )
-    except CheckpointException as error:
-        raise failure_of(error, group) from error
+    writer, planner = CheckpointWriter(work, group), SnapshotPlanner(draft.snapshot)
+    with_torch(dcp.save, draft.snapshot.entries, group, storage_writer=writer, planner=planner)
     return gather_objects(writer.files, group)
-
-
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Ignore warnings in one thread at a time: torch warns if there is no process group.
-
-    Threads that overlapped here would restore each other's filters, and leave all warnings ignored.
-    """
-    with _filters, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _publish(storage: Storage, work: str, folder: str, manifest: Manifest, replace: Callable[[], None]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,33 @@ from fairshard.utils.streams import now
 Buffers = dict[tuple[int, int, torch.dtype], Tensor]
 
 
+@dataclass(eq=False)
+class _Memory:
+    """Memory ``[n]`` to save, whose writes the version of ``written`` counts.
+
+    It is read in place, as long as bytes are ``unread`` that no step changes, or from its ``copy``.
+    """
+
+    whole: Tensor
+    written: Tensor
+    version: int
+    place: int
+    unread: int = 0
+    copy: Tensor | None = None
+
+    def check(self) -> None:
+        """Check that nothing has written to it since the snapshot.
+
+        Raises:
+            CheckpointError: something has.
+        """
+        if self.written._version != self.version:
+            raise CheckpointError(
+                "During a background save only optimizers may change parameters and optimizer state, but something "
+                "else did. Call Checkpointer.wait() before such a change."
+            )
+
+
 class Snapshot:
     """Values at one moment; ``entries`` holds them as nested dicts of tensors, span tensors and objects.
 
@@ -36,65 +64,43 @@ class Snapshot:
     def __init__(self, entries: Mapping[str, Any], buffers: Buffers | None, live: set[int]) -> None:
         self._buffers: Buffers = {} if buffers is None else buffers
         self._lock = threading.Lock()
-        self._live: dict[int, tuple[Tensor, Tensor, int]] = {}  # tensor to read, tensor that counts writes, its version
-        self._copies: dict[int, Tensor] = {}
-        self._places: dict[int, int] = {}  # index of each storage, the same in every save of a model
-        self._unread: dict[int, int] = {}  # bytes left to read, of storages read in place
-        self._may_be_live = live
+        self._memory: dict[int, _Memory] = {}  # by address, in the same order in every save of a model
+        self._live = live
         self.nbytes_copied = 0
-        self._device: torch.device | None = None
         self.entries = entries if buffers is None else self._map(entries)
-        if self._device is not None:
-            now(self._device).synchronize()
-        if self._live:
-            add_before_step(self._key, weakref.WeakMethod(self.copy_rest))
-
-    @property
-    def _key(self) -> int:
-        return id(self)
+        for device in {memory.whole.device for memory in self._memory.values()} - {torch.device("cpu")}:
+            now(device).synchronize()
+        if live:
+            add_before_step(id(self), weakref.WeakMethod(self.copy_rest))
 
     def read(self, part: Tensor) -> Tensor:
         """Value of ``part``, a view into `entries`, at the snapshot. Call once per part, on the writer's thread."""
-        if not part.numel():
+        address = part.data_ptr()
+        key = address if address in self._memory else part.untyped_storage().data_ptr()
+        memory = self._memory.get(key) if part.numel() else None
+        if memory is None:
             return part
-        key = part.data_ptr()
-        if key not in self._places:
-            key = part.untyped_storage().data_ptr()
         with self._lock:
-            copy = self._copies.get(key)
-            if copy is not None:
-                start = (part.data_ptr() - key) // part.element_size()
-                return copy.as_strided(part.shape, part.stride(), copy.storage_offset() + start)
-            if key not in self._unread:
-                return part
-            self._unread[key] -= part.nbytes
-            self._check(key)
-            if self._unread[key] <= 0:
-                self._live.pop(key, None)
+            if memory.copy is not None:
+                start = memory.copy.storage_offset() + (address - key) // part.element_size()
+                return memory.copy.as_strided(part.shape, part.stride(), start)
+            memory.check()
+            memory.unread -= part.nbytes
             return part.clone()
 
     def copy_rest(self) -> None:
         """Copy the values not read yet, because they are about to change."""
         with self._lock:
-            for key in list(self._live):
-                self._check(key)
-                self._copy(key, self._live.pop(key)[0])
-
-    def _check(self, key: int) -> None:
-        _, written, version = self._live[key]
-        if written._version != version:
-            raise CheckpointError(
-                "During a background save only optimizers may change parameters and optimizer state, but something "
-                "else did. Call Checkpointer.wait() before such a change."
-            )
+            for memory in self._memory.values():
+                if memory.copy is None and memory.unread > 0:
+                    memory.check()
+                    self._copy(memory)
 
     def close(self) -> None:
         """Release all memory; `read` must not be called again."""
-        remove_before_step(self._key)
+        remove_before_step(id(self))
         with self._lock:
-            self._live.clear()
-            self._copies.clear()
-            self._unread.clear()
+            self._memory.clear()
 
     def _map(self, value: Any) -> Any:
         if isinstance(value, (SpanTensor, DTensor)):
@@ -114,26 +120,24 @@ class Snapshot:
 
         For a span tensor, this covers the whole shard that contains it; for a DTensor, only its own elements.
         """
-        memory = memory_of(value)
-        whole = _all_of(memory) if isinstance(value, SpanTensor) else _extent_of(memory)
+        own = memory_of(value)
+        whole = _all_of(own) if isinstance(value, SpanTensor) else _extent_of(own)
         # Writes through a DTensor change the version of the DTensor, not of its local memory.
         written = whole if isinstance(value, SpanTensor) else value
-        key = whole.data_ptr()
-        self._places.setdefault(key, len(self._places))
-        if memory.untyped_storage().data_ptr() in self._may_be_live:
-            self._live.setdefault(key, (whole, written, written._version))
-            self._unread[key] = self._unread.get(key, 0) + memory.nbytes
-        elif key not in self._copies:
-            self._copy(key, whole)
-            if memory.device.type != "cpu":
-                self._device = memory.device
+        is_live = own.untyped_storage().data_ptr() in self._live
+        new = _Memory(whole, written, written._version if is_live else 0, len(self._memory))
+        memory = self._memory.setdefault(whole.data_ptr(), new)
+        if is_live:
+            memory.unread += own.nbytes
+        elif memory.copy is None:
+            self._copy(memory)
 
-    def _copy(self, key: int, whole: Tensor) -> None:
-        """Copy ``whole`` ``[n]`` into the buffer kept from the last save."""
-        slot = self._places[key], whole.numel(), whole.dtype
+    def _copy(self, memory: _Memory) -> None:
+        """Copy into the buffer kept from the last save."""
+        whole, slot = memory.whole, (memory.place, memory.whole.numel(), memory.whole.dtype)
         if slot not in self._buffers:
             self._buffers[slot] = host_empty_like(whole, whole.device)
-        self._copies[key] = self._buffers[slot].copy_(whole, non_blocking=True)
+        memory.copy = self._buffers[slot].copy_(whole, non_blocking=True)
         self.nbytes_copied += whole.nbytes
 
 

@@ -78,7 +78,8 @@ class Storage:
             new.append(folder)
             folder = os.path.dirname(folder)
         for made in reversed(new):
-            os.makedirs(made, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # by another rank; below a file, the next one raises
+                os.mkdir(made)
             _sync(self.parent(made))
 
     def publish(self, folder: str, name: str) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fairshard.checkpoint.agreement import done_on_all_ranks
+from fairshard.checkpoint.agreement import done_on_all_ranks, size_of
 from fairshard.checkpoint.manifest import FileEntry
 from fairshard.checkpoint.metadata import MARK
 from fairshard.checkpoint.reader import METADATA
@@ -34,17 +34,7 @@ _MIN_WRITE_BACK_NBYTES = 1 << 24
 _CAN_LEAVE_CRC_OUT = len(inspect.signature(getattr(torch.serialization, "_save", print)).parameters) == 5
 
 
-class MarkedWriter(FileSystemWriter):
-    """torch's writer, which also writes into the metadata that they belong to a folder with a manifest."""
-
-    def storage_meta(self) -> StorageMeta:
-        """Origin of the checkpoint; plain torch reads it as its own."""
-        found = super().storage_meta() or StorageMeta()
-        found.modules = [*getattr(found, "modules", ()), MARK]  # torch < 2.7 has none
-        return found
-
-
-class CheckpointWriter(MarkedWriter):
+class CheckpointWriter(FileSystemWriter):
     """torch's writer for the ranks of ``group``; `files` has the files of this rank."""
 
     def __init__(self, folder: str, group: ProcessGroup | None) -> None:
@@ -53,7 +43,12 @@ class CheckpointWriter(MarkedWriter):
         self.files: dict[str, FileEntry] = {}
         self._folder = folder
         self._group = group
-        self._num_ranks = 1 if group is None else group.size()
+
+    def storage_meta(self) -> StorageMeta:
+        """Origin of the checkpoint; plain torch reads it as its own. It says that there is a manifest."""
+        found = super().storage_meta() or StorageMeta()
+        found.modules = [*getattr(found, "modules", ()), MARK]  # torch < 2.7 has none
+        return found
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Do not create the folder: it exists, and torch's method would create it after another rank removed it."""
@@ -66,8 +61,8 @@ class CheckpointWriter(MarkedWriter):
             RuntimeError: torch treats this rank as the only one because the default group was destroyed; every rank
                 would then write rank 0's files.
         """
-        if len(plans) != self._num_ranks:
-            raise RuntimeError(f"{self._num_ranks} ranks must save together, but {len(plans)} do.")
+        if len(plans) != size_of(self._group):
+            raise RuntimeError(f"{size_of(self._group)} ranks must save together, but {len(plans)} do.")
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -93,13 +88,13 @@ class CheckpointWriter(MarkedWriter):
         results = []
         with self._created(name) as stream:
             for item in plan.items:
-                start = stream.tell()
+                start = stream.nbytes
                 data = planner.resolve_data(item)
                 if isinstance(data, Tensor):
                     _save_tensor(data, stream)
                 else:
                     stream.write(data.getbuffer())
-                nbytes = stream.tell() - start
+                nbytes = stream.nbytes - start
                 results.append(WriteResult(item.index, nbytes, _StorageInfo(name, start, nbytes)))
         return results
 
@@ -205,24 +200,7 @@ class _ChecksumStream(io.IOBase):
         start, self._nbytes_started = self._nbytes_started, self.nbytes
         os.posix_fadvise(self._raw.fileno(), start, self.nbytes - start, os.POSIX_FADV_DONTNEED)
 
-    def tell(self) -> int:
-        """Bytes written."""
-        return self.nbytes
-
-    def writable(self) -> bool:
-        """Always True."""
-        return True
-
-    def flush(self) -> None:
-        """Pass buffered bytes to the kernel."""
-        if not self._raw.closed:
-            self._raw.flush()
-
     def fileno(self) -> int:
         """Descriptor for fsync; flushes first, so that fsync covers buffered bytes."""
         self._raw.flush()
         return self._raw.fileno()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._raw.close()

@@ -1,13 +1,9 @@
-"""Files that an attacker would write: pickles that overflow, stall or fill memory, and archives that claim anything."""
+"""Files that an attacker would write: pickles that overflow, stall or fill memory, and archives of them."""
 
 import io
 import pickle
 import struct
-import zlib
-from dataclasses import dataclass, field
-from pathlib import Path
-
-import torch
+import zipfile
 
 _P = (1 << 61) - 1  # all its multiples have the hash 0
 
@@ -76,58 +72,6 @@ PICKLES = {
 }
 
 
-@dataclass
-class Archive:
-    """A zip archive as ``torch.save`` writes it, of any claims; ``stated`` are the sizes that it says of records."""
-
-    records: dict[str, bytes]
-    stated: dict[str, int] = field(default_factory=dict)
-    deflated: frozenset[str] = frozenset()
-
-    def to_bytes(self):
-        """The bytes of the file."""
-        file, directory = io.BytesIO(), b""
-        for name, data in self.records.items():
-            place, size = file.tell(), self.stated.get(name, len(data))
-            method, path = (8, f"a/{name}".encode()) if name in self.deflated else (0, f"a/{name}".encode())
-            if method:
-                deflate = zlib.compressobj(9, wbits=-15)
-                data = deflate.compress(data) + deflate.flush()
-            stored = len(data) if method else size
-            sizes = struct.pack("<III", zlib.crc32(data), 0xFFFFFFFF, 0xFFFFFFFF)
-            extra = struct.pack("<HHQQ", 1, 16, size, stored)
-            pad = -(place + 30 + len(path) + len(extra) + 4) % 64
-            padding = struct.pack("<HH", 0x4246, pad) + bytes(pad)
-            head = struct.pack("<4sHHHHH", b"PK\x03\x04", 45, 0, method, 0, 0) + sizes
-            file.write(head + struct.pack("<HH", len(path), len(extra) + len(padding)) + path + extra + padding + data)
-            entry = struct.pack("<4sHHHHHH", b"PK\x01\x02", 45, 45, 0, method, 0, 0) + sizes
-            extra = struct.pack("<HHQQQ", 1, 24, size, stored, place)
-            entry += struct.pack("<HHHHHII", len(path), len(extra), 0, 0, 0, 0, 0xFFFFFFFF) + path + extra
-            directory += entry
-        self._end(file, directory, len(self.records))
-        return file.getvalue()
-
-    def write_sparse(self, path, name, nbytes):
-        """Write the file with ``nbytes`` zeros as the last record ``name``, which take no room on a disk."""
-        data = Archive({**self.records, name: b""}, {name: nbytes}).to_bytes()
-        start = data.index(f"a/{name}".encode()) + len(f"a/{name}") + 20
-        start += 4 + struct.unpack_from("<H", data, start + 2)[0]
-        head, directory = data[:start], data[start : data.index(b"PK\x06\x06")]
-        with Path(path).open("wb") as file:
-            file.write(head)
-            file.truncate(start + nbytes)
-            file.seek(0, 2)
-            self._end(file, directory, len(self.records) + 1)
-
-    def _end(self, file, directory, count):
-        start = file.tell()
-        file.write(directory)
-        place = file.tell()
-        file.write(struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, len(directory), start))
-        file.write(struct.pack("<4sIQI", b"PK\x06\x07", 0, place, 1))
-        file.write(struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0))
-
-
 def pickled_tensor(numel, shape, strides, after=b"."):
     """The pickle of a tensor that views storage 0, of any claims."""
 
@@ -140,12 +84,10 @@ def pickled_tensor(numel, shape, strides, after=b"."):
     return head + storage + b"tQ" + view + b"\x89ccollections\nOrderedDict\n)RtR" + after
 
 
-def archive_of(pickled, **records):
+def archive_of(pickled, method=zipfile.ZIP_STORED, **records):
     """The bytes of an archive with this ``data.pkl``."""
-    return Archive({"data.pkl": pickled, "byteorder": b"little", **records}).to_bytes()
-
-
-def old_file_of(pickled):
-    """The bytes of a file of torch before 1.6 with this object."""
-    parts = (torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION, {"little_endian": True})
-    return b"".join(pickle.dumps(part, 2) for part in parts) + pickled + pickle.dumps([], 2)
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        for name, data in {"data.pkl": pickled, "byteorder": b"little", **records}.items():
+            archive.writestr(f"a/{name}", data)
+    return file.getvalue()

@@ -14,13 +14,13 @@ Half of the kills are at a named point inside a save (`kill_points`, in turn), t
 
 import itertools
 import os
+from collections import Counter
 from pathlib import Path
 
 import torch
 
 from tests.checkpoint.kill_points import ANY_RANK, POINTS, Kill
-from tests.checkpoint.kill_table import ANY_TIME, Killed, Records
-from tests.checkpoint.killed_life import LONGEST_DELAY_S, AnyTime, Broken, Life, Lives, run_lives
+from tests.checkpoint.killed_life import ANY_TIME, LONGEST_DELAY_S, AnyTime, Broken, Life, Lives, run_lives
 from tests.checkpoint.killed_run import DOORS, ENDS, EVERY, KEEP_LAST, NUM_STEPS, Kind
 
 MOST_KILLS = 4
@@ -40,16 +40,14 @@ class Loop(Lives):
     def __init__(self, folder, seed):
         super().__init__(folder, seed)
         self._turn = itertools.cycle(POINTS)
-        self._found = Records()
+        self._points, self._victims = [], Counter()
+        self._num_same = self._num_changed = 0
+        self._difference = self._survived_s = 0.0
 
     @property
     def num_done(self):
         """Number of kills so far."""
-        return len(self._found.kills)
-
-    def records(self):
-        """Every kill, as JSON."""
-        return self._found.as_dict()
+        return len(self._points)
 
     def born(self, folder, chance):
         """A new life of a random kind."""
@@ -61,15 +59,11 @@ class Loop(Lives):
         """Kill the life up to ``most`` times, and let it end."""
         world_size = chance.choice(FIRST_SIZES)
         changes = CHANGES if chance.random() < 0.5 else 0.0
-        last = None
         for place in self._places(chance, most):
             kill = None if place is None else self._kill(place, world_size, chance)
-            found = life.newest()
             ending = life.start(world_size, kill)
-            if last is not None:
-                last.resumed_on, last.has_resumed = world_size, found is not None
             if ending.killed:
-                last = self._count(ending, life)
+                self._count(ending, life)
             if ending.is_final:
                 break
             if chance.random() < changes:
@@ -99,12 +93,13 @@ class Loop(Lives):
         kind = life.kind
         if len(set(life.world_sizes)) == 1:
             self.check_bits(ending)
-            self._found.num_same += 1
+            self._num_same += 1
         else:
             difference = _difference(self.unbroken(kind, life.world_sizes[0]), ending)
             if not difference <= TOLERANCE:
                 raise Broken(f"the weights at the end differ by {difference:.2e} from those of the unbroken run")
-            self._found.differences.append(difference)
+            self._num_changed += 1
+            self._difference = max(difference, self._difference)
         if ending.killed or (kind.end == "destroy" and kind.async_save):
             return
         kept = [f"step-{step:08}" for step in range(NUM_STEPS, 0, -EVERY)][:KEEP_LAST]
@@ -115,29 +110,33 @@ class Loop(Lives):
             raise Broken(f"at the end there are {left}")
 
     def _count(self, ending, life):
-        kind, point = life.kind, ending.point
+        point, where = ending.point, "between steps"
         victims = f"rank {ending.killed[0]}" if len(ending.killed) == 1 else f"{len(ending.killed)} ranks"
-        size = ending.run.world_size
-        found = Killed(kind.door, size, kind.cpu_offload, kind.async_save, victims, point, ending.survived_s)
-        self._found.kills.append(found)
-        if point is None:
-            where = "between steps"
-        else:
+        if point is not None:
             where = ANY_TIME if point == ANY_TIME else f"inside a save, {POINTS[point]}"
-        done = f"kill {self.num_done}: {life.folder.name} ({kind}), {victims} of {size}, {where}"
+        self._points.append(point)
+        self._victims[victims] += 1
+        self._survived_s = max(ending.survived_s, self._survived_s)
+        done = f"kill {self.num_done}: {life.folder.name} ({life.kind}), {victims} of {ending.run.world_size}, {where}"
         print(f"{done}; newest: {life.newest()}", flush=True)
-        return found
 
     def summary(self):
-        """The table.
+        """The result of all lives in a few lines.
 
         Raises:
             Broken: no kill came at some point.
         """
-        missed = self._found.missed()
+        missed = POINTS.keys() - self._points
         if missed and self.num_done >= _FEW:
             raise Broken(f"no kill at {missed}")
-        return "\n".join(self._found.lines())
+        victims = ", ".join(f"{name}: {number}" for name, number in sorted(self._victims.items()))
+        inside = sum(point is not None for point in self._points)
+        return (
+            f"{self.num_done} kills in {self.num_lives} lives ({victims}), {inside} inside a save;\n"
+            f"{self._num_same} lives kept their number of ranks and ended with the unbroken run's bits;\n"
+            f"{self._num_changed} changed it and ended within {self._difference:.1e} of its weights.\n"
+            f"Survivors ended with an error within {self._survived_s:.1f} s."
+        )
 
 
 def _difference(expected, ending):

@@ -5,6 +5,7 @@ kills at the chosen one. The disk is left as a crash between any two system call
 """
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -29,6 +30,14 @@ POINTS = {
     "pointed": "after `latest` is replaced, before it is synced",
     "prune": "before the oldest checkpoint is moved out of the way",
     "half pruned": "with a part of the oldest checkpoint removed",
+}
+_OPENED = {".metadata": "metadata", ".tmp-fairshard.json": "manifest", ".tmp-latest": "pointer"}
+_RENAMED = {
+    r"\S+ fairshard\.json": "manifest named",
+    r"\S+ latest": "pointer named",
+    r"\.tmp-\S+ step-\d+": "publish",
+    r"\S+ \.replaced-\S+": "set aside",
+    r"step-\d+ \.old-\S+": "prune",
 }
 ANY_RANK = ("folder", "half a piece", "piece written")
 
@@ -90,26 +99,15 @@ class Killer:
             self._removal.num_files = 0 if _name(args[0]).startswith(".old-step-") else None
 
     def _on_open(self, path):
-        name = _name(path)
-        if name == ".metadata":
-            self.reach("metadata")
-        elif name.startswith(".tmp-fairshard.json"):
-            self.reach("manifest")
-        elif name.startswith(".tmp-latest"):
-            self.reach("pointer")
+        for begin, point in _OPENED.items():
+            if _name(path).startswith(begin):
+                self.reach(point)
 
     def _on_rename(self, source, target):
-        source, target = self._renamed = _name(source), _name(target)
-        if target == "fairshard.json":
-            self.reach("manifest named")
-        elif target == "latest":
-            self.reach("pointer named")
-        elif target.startswith("step-") and source.startswith(".tmp-"):
-            self.reach("publish")
-        elif target.startswith(".replaced-"):
-            self.reach("set aside")
-        elif target.startswith(".old-") and source.startswith("step-"):
-            self.reach("prune")
+        self._renamed = _name(source), _name(target)
+        for names, point in _RENAMED.items():
+            if re.fullmatch(names, " ".join(self._renamed)):
+                self.reach(point)
 
     def _on_remove(self):
         if getattr(self._removal, "num_files", None) is not None:

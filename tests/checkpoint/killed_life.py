@@ -181,10 +181,6 @@ class Lives:
         self._unbroken = {}
         self.num_lives = 0
 
-    def records(self):
-        """What has happened so far, as JSON."""
-        return None
-
     def live(self, most):
         """Run one life with at most so many kills or signals.
 
@@ -223,7 +219,6 @@ def run_lives(make, what, default, most_of_a_life):
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__.splitlines()[0])
     parser.add_argument(f"--{what}", type=int, default=default, dest="number")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--records", type=Path, help="write what has happened into this file, as JSON")
     args = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     folder = Path(tempfile.mkdtemp(prefix=f"fairshard-{what}-"))
@@ -232,8 +227,6 @@ def run_lives(make, what, default, most_of_a_life):
     try:
         while lives.num_done < args.number:
             lives.live(min(most_of_a_life, args.number - lives.num_done))
-            if args.records:
-                args.records.write_text(json.dumps(lives.records()))
         print(lives.summary())
     except Broken as problem:
         sys.exit(f"broken: {problem}")

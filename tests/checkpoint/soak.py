@@ -1,6 +1,6 @@
 """Train for thousands of steps with saves, validations and one resume: what a process holds must not grow.
 
-    python -m tests.checkpoint.soak --steps 5000 --plot docs/_static/soak.svg
+    python -m tests.checkpoint.soak --steps 5000
 
 It runs ``fairshard train`` on two ranks and looks at its processes in ``/proc`` from outside, several times a second:
 memory (anonymous pages), open descriptors and threads. In the middle a rank is killed, and
@@ -11,7 +11,6 @@ raise for a moment. It ends with code 1 if any of these has grown.
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -180,40 +179,10 @@ def sample_of(pid, step):
     return Sample(step, nbytes, len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task")))
 
 
-def draw(path, soak, resumed):
-    """Draw what each process holds by step, one panel for each kind."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    kinds = {"memory, MB": "nbytes", "descriptors": "num_descriptors", "threads": "num_threads"}
-    figure = Figure(figsize=(8, 8), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(kinds), sharex=True)
-    colors = {"launcher": "#6b6b6b", "rank 0": "#3f6fb5", "rank 1": "#c8553d"}
-    for panel, (label, kind) in zip(panels, kinds.items(), strict=True):
-        for life, processes in enumerate(soak.lives):
-            for name, samples in processes.items():
-                thinned = samples[:: max(1, len(samples) // 200)]
-                values = [getattr(sample, kind) / (1e6 if kind == "nbytes" else 1) for sample in thinned]
-                steps = [sample.step for sample in thinned]
-                panel.plot(steps, values, color=colors[name], linewidth=0.9, label=None if life else name)
-        panel.set_ylabel(label)
-        panel.set_ylim(bottom=0)
-    panels[-1].set_xlabel("step")
-    for panel in panels:
-        panel.axvline(resumed, color="#6b6b6b", linewidth=0.8, linestyle=":")
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(frameon=False, loc="lower right", ncols=3)
-    panels[0].set_title(f"fairshard train: {resumed} steps, a rank killed, resumed", fontsize=10)
-    figure.savefig(path)
-
-
 def main():
     """Run, print the table, and end with code 1 if anything has grown."""
     parser = argparse.ArgumentParser(description="Train for long: nothing may grow.")
     parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--plot", type=Path, help="draw it into this file")
-    parser.add_argument("--samples", type=Path, help="write the samples into this file, as JSON")
     args = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     folder = Path(tempfile.mkdtemp(prefix="fairshard-soak-"))
@@ -221,11 +190,6 @@ def main():
     try:
         soak = Soak(folder, args.steps, f"--nproc {RANKS} --device cpu {OPTIONS}".split())
         resumed = soak.watch()
-        if args.samples:
-            lives = [{name: [vars(s) for s in own] for name, own in life.items()} for life in soak.lives]
-            args.samples.write_text(json.dumps(lives))
-        if args.plot:
-            draw(args.plot, soak, resumed)
         print("\n".join(soak.lines()))
         problems = soak.problems()
     except Broken as problem:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from fairshard.checkpoint import Checkpointer, load
 from fairshard.checkpoint.entries import Training
-from fairshard.checkpoint.saving import _without_warnings, take
+from fairshard.checkpoint.saving import take
 from fairshard.checkpoint.snapshot import Snapshot
 from fairshard.checkpoint.writer import CheckpointWriter
 from fairshard.errors import CheckpointError
@@ -200,21 +199,3 @@ def test_checkpoints_of_later_steps_are_neither_counted_nor_removed(shared_folde
             checkpointer.save(step, model)
     assert sorted(os.listdir(shared_folder)) == ["latest", *(f"step-{step:08}" for step in (3, 5, 6))]
     assert Checkpointer(shared_folder).load_latest(model) == 3
-
-
-def test_threads_that_ignore_warnings_restore_the_filters():
-    """Two threads that ignore warnings at the same time do not leave them ignored."""
-    before = list(warnings.filters)
-    inside = threading.Event()
-
-    def second():
-        inside.set()
-        with _without_warnings():
-            pass
-
-    thread = threading.Thread(target=second)
-    with _without_warnings():
-        thread.start()
-        inside.wait()
-    thread.join()
-    assert list(warnings.filters) == before

@@ -59,11 +59,10 @@ def shard():
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A folder with a run of one step, and shards in both formats of torch."""
+    """A folder with a run of one step, and a shard."""
     root = tmp_path_factory.mktemp("written")
     Checkpointer(root / "run", async_save=False).save(2, *trained(), extra={"position": [1, 2.5, "text"]})
-    torch.save(shard(), root / "new.pt")
-    torch.save(shard(), root / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save(shard(), root / "shard.pt")
     return root
 
 
@@ -71,7 +70,7 @@ def try_mutation(written, work, seed):
     """Mutate one file and use it in one way; raises AssertionError if that does harm."""
     chance = random.Random(seed)
     if chance.random() < 0.3:
-        return try_shard(written, work, seed, chance.choice(["new.pt", "old.pt"]))
+        return try_shard(written, work, seed)
     shutil.copytree(written / "run", work / "run")
     folder, name = work / "run" / STEP, chance.choice(NAMES)
     path = work / "run" / name if name == "latest" else folder / name
@@ -118,10 +117,10 @@ def try_load(root, how, vouched):
         assert extra == {"position": [1, 2.5, "text"]}
 
 
-def try_shard(written, work, seed, name):
+def try_shard(written, work, seed):
     """Import a mutated shard, which nothing vouches for."""
-    (work / name).write_bytes(mutate((written / name).read_bytes(), seed))
-    import_fairscale([work / name], work / "out")
+    (work / "shard.pt").write_bytes(mutate((written / "shard.pt").read_bytes(), seed))
+    import_fairscale([work / "shard.pt"], work / "out")
 
 
 def try_batch(written, work, seeds):

@@ -7,17 +7,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from fairshard.checkpoint import load, loading, targets
-from fairshard.checkpoint.reader import CheckpointReader, SafePlanner
+from fairshard.checkpoint import load
+from fairshard.checkpoint.reader import CheckpointReader, SafePlanner, _in_order_of_ranks
 from fairshard.checkpoint.storage import Storage
 from fairshard.errors import CheckpointError
-from fairshard.nn import FullyShardedDataParallel as FSDP
 from tests.checkpoint.saved_steps import assert_agreed, attempt, is_same, memory_of, trained
 from tests.checkpoint.test_damage import DAMAGES
 from tests.checkpoint.written import save_alone
-from tests.kit import fake_group, run_ranks
+from tests.kit import run_ranks
 
 SAVED = {
     "floats": torch.arange(24.0).view(2, 3, 4),
@@ -53,24 +51,6 @@ def test_every_kind_of_tensor_is_read_into_its_target(tmp_path):
         assert torch.equal(targets[name].float(), value.float()), name
 
 
-def test_parts_of_an_entry_go_to_targets_of_other_forms(tmp_path):
-    """A box of one tensor is copied out of it, into a target of another dtype and other strides too."""
-    save_alone(tmp_path / "saved", SAVED)
-    target = torch.empty(7, 5, dtype=torch.float64).t()
-
-    def cut(plan):
-        (item,) = plan.items
-        sizes = torch.Size([5, 7])
-        offsets = torch.Size([190, 3])
-        object.__setattr__(item, "storage_offsets", offsets)
-        object.__setattr__(item, "lengths", sizes)
-        return plan
-
-    with mock.patch.object(SafePlanner, "resolve_tensor", return_value=target):
-        read(tmp_path / "saved", {"halves": torch.empty(200, 300)}, cut)
-    assert torch.equal(target, SAVED["halves"][190:195, 3:10].double())
-
-
 def test_an_entry_of_another_shape_is_named(tmp_path):
     """A tensor that is not the one that the metadata describe raises with the name of the entry and of the file."""
     save_alone(tmp_path / "saved", SAVED)
@@ -90,31 +70,16 @@ def test_a_file_that_ends_early_raises(tmp_path):
             read(tmp_path / "saved", {name: torch.empty_like(value) for name, value in SAVED.items()})
 
 
-@pytest.mark.parametrize("rank", range(4))
-def test_padding_of_new_state_is_zero(rank):
-    """Of the memory for optimizer state, which is not cleared, all that a load does not fill is zero."""
-    made = torch.empty_like
-    with fake_group(4, rank):
-        (flat_param,) = FSDP(nn.Linear(4, 3))._unit.flat_params  # 15 elements: 4 on each rank, 3 on the last
-        with mock.patch.object(torch, "empty_like", lambda *a, **options: made(*a, **options).fill_(7)):
-            spans = targets._spans_to_fill(flat_param, torch.float32, fills_all=True)
-            cleared = targets._spans_to_fill(flat_param, torch.float32, fills_all=False)
-    line = spans[0].run.new_empty(0).set_(spans[0].run.untyped_storage())
-    assert line.tolist() == ([7, 7, 7, 0] if rank == 3 else [7, 7, 7, 7])
-    assert sum(span.run.numel() for span in spans) == (3 if rank == 3 else 4)
-    assert not any(span.run.any() for span in cleared)
-
-
 # ---- ranks
 
 
 def test_each_rank_verifies_its_own_file_if_as_many_load_as_have_saved():
     """The order is that of numbers, and the metadata, which every rank verifies, come last."""
     names = [".metadata", *(f"__{rank}_0.distcp" for rank in range(12))]
-    assert sorted(sorted(names), key=loading._in_order_of_ranks) == [*names[1:], names[0]]
+    assert sorted(sorted(names), key=_in_order_of_ranks) == [*names[1:], names[0]]
 
 
-def load_disturbed(folder, verify, victim, kind):
+def load_disturbed(folder, victim, kind):
     """Load while the disk of rank ``victim`` flips a bit or fails; what is raised, and whether memory is unchanged."""
     model, optimizer = trained(seed=7)
     before = memory_of(model, optimizer)
@@ -132,7 +97,7 @@ def load_disturbed(folder, verify, victim, kind):
 
     is_victim = dist.get_rank() == victim
     with mock.patch.object(Storage, "open", disturbed if is_victim else original):
-        raised = attempt(lambda: load(folder, model, optimizer, verify=verify))
+        raised = attempt(lambda: load(folder, model, optimizer))
     return raised, is_same(before, memory_of(model, optimizer))
 
 
@@ -143,29 +108,28 @@ def load_disturbed(folder, verify, victim, kind):
 def test_a_disk_that_fails_on_one_rank_changes_nothing_on_any(root, world_size, victim, kind):
     """While files are verified, one rank's reads fail, or give other bits: all ranks raise the same error."""
     folder = root / "step-00000006"
-    raised, same = zip(*run_ranks(world_size, load_disturbed, str(folder), "reading", victim, kind), strict=True)
+    raised, same = zip(*run_ranks(world_size, load_disturbed, str(folder), victim, kind), strict=True)
     words = {"flips": "must have the CRC-32", "fails": "Input/output error"}[kind]
     assert_agreed(raised, str(folder), words)
     assert all(same)
 
 
-def load_one(folder, verify):
+def load_one(folder):
     """Load; what is raised, and whether memory is unchanged."""
     model, optimizer = trained(seed=7)
     before = memory_of(model, optimizer)
-    raised = attempt(lambda: load(folder, model, optimizer, verify=verify))
+    raised = attempt(lambda: load(folder, model, optimizer))
     return raised, is_same(before, memory_of(model, optimizer))
 
 
-@pytest.mark.parametrize("verify", loading.VERIFY)
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_changes_nothing_on_other_numbers_of_ranks(root, damage, world_size, verify):
+def test_a_damaged_file_changes_nothing_on_other_numbers_of_ranks(root, damage, world_size):
     """One rank and three load what two have saved: all raise the same error, which names the file."""
     path = root / "step-00000006" / "__1_0.distcp"
-    assert run_ranks(world_size, load_one, str(path.parent), verify)[0][0] is None
+    assert run_ranks(world_size, load_one, str(path.parent))[0][0] is None
     DAMAGES[damage](path)
-    raised, same = zip(*run_ranks(world_size, load_one, str(path.parent), verify), strict=True)
+    raised, same = zip(*run_ranks(world_size, load_one, str(path.parent)), strict=True)
     assert_agreed(raised, str(path))
     assert all(same)
 
@@ -185,15 +149,3 @@ def test_a_file_of_which_nothing_is_wanted_is_verified_too(root):
         file.seek(size - 1)
         file.write(bytes([last ^ 1]))
     assert_agreed(run_ranks(2, load_model_alone, str(folder)), "must have the CRC-32")
-
-
-def test_another_moment_is_refused(root):
-    """`verify` has two values; another raises before anything is communicated."""
-    raised, same = load_one_alone(str(root / "step-00000006"), "after")
-    assert raised == ("ValueError", "`verify` must be one of reading, before, but is 'after'.")
-    assert same
-
-
-def load_one_alone(folder, verify):
-    """`load_one` on one rank."""
-    return run_ranks(1, load_one, folder, verify)[0]

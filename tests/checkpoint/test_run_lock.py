@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 import pytest
 from torch import nn
 
-from fairshard.checkpoint import Checkpointer, claim, run_lock
+from fairshard.checkpoint import Checkpointer, run_lock
 from fairshard.checkpoint.run_lock import NAME, Owner, RunLock, lock_of
 from fairshard.errors import CheckpointError
 from fairshard.nn import FullyShardedDataParallel as FSDP
@@ -177,7 +177,7 @@ def test_an_owner_beats_and_writes_its_lock_again(tmp_path, monkeypatch):
 def test_a_save_waits_until_an_owner_elsewhere_counts_as_dead(tmp_path, monkeypatch):
     """It does not go on without the lock meanwhile; `close` gives the folder free at once."""
     monkeypatch.setattr(run_lock, "EXPIRES_S", 0.2)
-    monkeypatch.setattr(claim, "_POLL_S", 0.05)
+    monkeypatch.setattr("fairshard.checkpoint.checkpointer._POLL_S", 0.05)
     _write(tmp_path, replace(_parent(), kernel=ELSEWHERE))
     checkpointer = Checkpointer(tmp_path, async_save=False)
     checkpointer.save(1, nn.Linear(1, 1))

@@ -66,16 +66,31 @@ def poison_metadata(folder, mark):
     (Path(folder) / ".metadata").write_bytes(pickle.dumps(Exploit(mark)))
 
 
-def poison_tensor(folder, key, mark):
-    """Replace the bytes of a tensor by a pickle that runs code; returns the name of the file."""
+def change_metadata(folder, change):
+    """Apply ``change`` to the metadata of a folder."""
     path = Path(folder) / ".metadata"
     metadata = pickle.loads(path.read_bytes())
-    (index,) = [index for index in metadata.storage_data if index.fqn == key]
-    place = metadata.storage_data[index]
-    file = Path(folder) / place.relative_path
-    place.offset = file.stat().st_size
-    with file.open("ab") as opened:
-        torch.save(Exploit(mark), opened)
-    place.length = file.stat().st_size - place.offset
+    change(metadata)
     path.write_bytes(pickle.dumps(metadata))
-    return place.relative_path
+
+
+def poison_entry(folder, key, evil):
+    """Replace the bytes of an entry by those of ``evil``; returns the name of the file."""
+    files = []
+
+    def change(metadata):
+        (place,) = [place for index, place in metadata.storage_data.items() if index.fqn == key]
+        file = Path(folder) / place.relative_path
+        place.offset = file.stat().st_size
+        with file.open("ab") as opened:
+            torch.save(evil, opened)
+        place.length = file.stat().st_size - place.offset
+        files.append(place.relative_path)
+
+    change_metadata(folder, change)
+    return files[0]
+
+
+def poison_tensor(folder, key, mark):
+    """Replace the bytes of a tensor by a pickle that runs code; returns the name of the file."""
+    return poison_entry(folder, key, Exploit(mark))
