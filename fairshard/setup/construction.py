@@ -20,12 +20,12 @@ from fairshard.checks.usage import UsageCheck
 from fairshard.checks.values_check import ValuesCheck
 from fairshard.checks.watchdog import watch
 from fairshard.engine.observer import Observer
-from fairshard.engine.tree import units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
-from fairshard.settings.check import FLAG, Check
+from fairshard.settings.check import FLAG, Check, require
 from fairshard.setup.materialize import OwnTensors
 from fairshard.setup.origin import Ignored, Origin
+from fairshard.setup.survey import Survey
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.device import check_supported, current_device, default_device_type, device_count
 from fairshard.utils.dtensors import memory_of
@@ -78,13 +78,15 @@ def resolve_construction(
     FLAG("sync_module_states", sync_module_states)
     device = _device_of("device_id", device_id)
     other = _device_of("compute_device", compute_device)
-    if None not in (device, other) and device != other:
-        raise ValueError(f"`device_id` and `compute_device` must not differ, but are {device} and {other}. Pass one.")
+    require(
+        None in (device, other) or device == other,
+        f"`device_id` and `compute_device` must not differ, but are {device} and {other}. Pass one.",
+    )
     return Construction(param_init_fn, device or other, device is not None, sync_module_states)
 
 
-def make_ready(module: nn.Module, how: Construction, ignored: Ignored, groups: list[ProcessGroup]) -> Origin:
-    """Give ``module`` memory and values, on all ranks of ``groups``, one group after the other.
+def make_ready(survey: Survey, how: Construction, ignored: Ignored, groups: list[ProcessGroup]) -> Origin:
+    """Give the module of ``survey`` memory and values, on all ranks of ``groups``, one group after the other.
 
     Parameters with values stay where they are, so that a module larger than the device can be cut on the host.
     **Collective** with ``sync_module_states``; an error on one rank is then raised on all.
@@ -96,23 +98,29 @@ def make_ready(module: nn.Module, how: Construction, ignored: Ignored, groups: l
         RanksDisagreeError: tensors to broadcast do not have the same names and shapes on all ranks.
     """
     watch()  # every rank builds a model; later only some may call a collective
-    own = OwnTensors(module, ignored)
+    own = OwnTensors(survey, ignored)
     sums: dict[str, Tensor] = {}
     if how.sync_module_states:
         device = _sync(own, how, groups)
-        _warn_unsynced(module)
+        unsynced = next((fqn for fqn, unit in survey.units if unit.origin.sums), None)
+        if unsynced is not None:
+            warnings.warn(
+                f"`sync_module_states=True` has no effect on the inner unit `{unsynced}`, which was already cut from "
+                "each rank's own values. Pass it to every wrapper.",
+                stacklevel=level_of_user(),
+            )
     else:
         device = _initialize(own, how, groups, has_values=True)
         if any(group.size() > 1 for group in groups):
             sums = {fqn: _checksum(param) for fqn, param in own.params.items() if not param.is_meta}
     if how.device is not None and not own.on_meta:
         own.move_buffers(device)
-    places = _places_of(own.ignored, module)
+    places = _places_of(own.ignored, survey)
     return Origin(device, own.ignored, how.device is not None, how.moves_inputs, sums, _observers, places)
 
 
-def _places_of(ignored: Ignored, module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where ``module`` holds ignored parameters, and modules that are ignored or whose parameters all are."""
+def _places_of(ignored: Ignored, survey: Survey) -> list[tuple[nn.Module, str]]:
+    """Where ignored parameters are held, and modules that are ignored or whose parameters all are."""
     ids = ignored.ids
 
     def is_ignored(item: nn.Module) -> bool:
@@ -120,7 +128,7 @@ def _places_of(ignored: Ignored, module: nn.Module) -> list[tuple[nn.Module, str
         return id(item) in ids or (bool(params) and ids.issuperset(params))
 
     found = []
-    for _, part in walk(module) if ids else ():
+    for _, part in survey.parts if ids else ():
         found += [(part, name) for name, param in part._parameters.items() if id(param) in ids]
         found += [(part, name) for name, inner in part._modules.items() if inner is not None and is_ignored(inner)]
     return found
@@ -151,17 +159,6 @@ def _sync(own: OwnTensors, how: Construction, groups: list[ProcessGroup]) -> tor
     return device
 
 
-def _warn_unsynced(module: nn.Module) -> None:
-    for fqn, unit in units_below(module):
-        if unit.origin.sums:
-            warnings.warn(
-                f"`sync_module_states=True` has no effect on the inner unit `{fqn}`, which was already cut from each "
-                "rank's own values. Pass it to every wrapper.",
-                stacklevel=level_of_user(),
-            )
-            return
-
-
 def _checksum(param: nn.Parameter) -> Tensor:
     """0-d int64: the sum of the bit patterns, each times its place, so that their order counts."""
     total = torch.zeros((), dtype=torch.int64, device=param.device)
@@ -185,16 +182,14 @@ def _device_of(name: str, given: Any) -> torch.device | None:
             f'`{name}` must name a device, but is {given!r}. Pass "cpu", "cuda:0", a torch.device or the number of an '
             "accelerator."
         ) from error
-    if device.type == "meta":
-        raise ValueError(f"`{name}` must be a device with memory, but is {device}.")
+    require(device.type != "meta", f"`{name}` must be a device with memory, but is {device}.")
     check_supported(device)
-    count = device_count(device.type)
-    if (isinstance(given, int) or is_asynchronous(device)) and (device.index or 0) >= count:
-        kind = "" if isinstance(given, int) else f" of type {device.type}"
-        raise ValueError(
-            f"`{name}` must be an existing device, but is {given}, and this process sees {count} accelerators{kind}. "
-            "Leave it out to compute on the CPU."
-        )
+    is_numbered, count = isinstance(given, int), device_count(device.type)
+    require(
+        (device.index or 0) < count or not (is_numbered or is_asynchronous(device)),
+        f"`{name}` must be an existing device, but is {given}, and this process sees {count} accelerators"
+        f"{'' if is_numbered else f' of type {device.type}'}. Leave it out to compute on the CPU.",
+    )
     if is_asynchronous(device) and device.index is None:
         device = current_device()
         warnings.warn(
@@ -216,20 +211,21 @@ def _home(own: OwnTensors, wanted: torch.device | None, group: ProcessGroup) -> 
     cpu = torch.device("cpu")
     if wanted is not None:
         for device, fqn in devices.items():
-            if device not in (cpu, wanted):
-                raise ValueError(
-                    f"A module must be on the CPU or on the requested device, {wanted}, but `{fqn}` is on {device}. "
-                    "Move it there, or pass that device; `fully_shard` computes on the current one, which "
-                    "`torch.accelerator.set_device_index` chooses."
-                )
+            require(
+                device in (cpu, wanted),
+                f"A module must be on the CPU or on the requested device, {wanted}, but `{fqn}` is on {device}. Move "
+                "it there, or pass that device; `fully_shard` computes on the current one, which "
+                "`torch.accelerator.set_device_index` chooses.",
+            )
         return wanted
-    if len(devices) > 1:
-        places = " and ".join(f"`{fqn}` on {device}" for device, fqn in list(devices.items())[:2])
-        raise FairshardError(
-            f"The parameters of a unit must be on one device, but there are {places}. Move the module, or pass "
-            "`device_id` to move it."
-        )
-    inner: list[torch.device] = [unit.origin.device for _, unit in units_below(own.module)]
+    require(
+        len(devices) <= 1,
+        "The parameters of a unit must be on one device, but there are "
+        f"{' and '.join(f'`{fqn}` on {device}' for device, fqn in list(devices.items())[:2])}. Move the module, or "
+        "pass `device_id` to move it.",
+        FairshardError,
+    )
+    inner: list[torch.device] = [unit.origin.device for _, unit in own.survey.units]
     if devices or inner:
         return next(iter([*devices, *inner]))
     if own.on_meta and default_device_type() != "cpu" and communicates(group, current_device()):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fairshard.engine.tree import unit_of
+from fairshard.settings.check import require
 from fairshard.setup.origin import Ignored
+from fairshard.setup.survey import Survey
 from fairshard.utils.names import join
 
 # Meta tensors that have been replaced, and the names of their replacements: another module that shares the parameter
@@ -30,25 +31,23 @@ class _Held(NamedTuple):
 
 
 class OwnTensors:
-    """The parameters and buffers of ``module`` that are neither in an inner unit nor in ``ignored``.
+    """The parameters and buffers of a surveyed module that are neither in a unit nor in ``ignored``.
 
     Invariant: a parameter with several owners is one object, before and after `materialize`.
     """
 
-    def __init__(self, module: nn.Module, ignored: Ignored) -> None:
-        self.module = module
-        self.ignored = ignored
-        self._modules = list(_tree(module, "", {id(part) for part in ignored.modules}))  # children first
-        self._ignored = ignored.ids
+    def __init__(self, survey: Survey, ignored: Ignored) -> None:
+        self.survey, self.ignored = survey, ignored
+        self._modules = survey.own({id(part) for part in ignored.modules})
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Each parameter and buffer once, under its first name."""
         found: dict[int, _Held] = {}
         for held in self._held():
-            if id(held.value) not in self._ignored:
-                found.setdefault(id(held.value), held)
-        return {held.fqn: held.value for held in found.values()}
+            found.setdefault(id(held.value), held)
+        ignored = self.ignored.ids
+        return {held.fqn: held.value for key, held in found.items() if key not in ignored}
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
@@ -77,33 +76,34 @@ class OwnTensors:
             ValueError: a module has no ``reset_parameters``, or it left a tensor unwritten; ``init`` left a tensor on
                 the meta device; or a module shares a parameter with a unit that was also on the meta device.
         """
-        self._check_not_shared()
-        waiting = [(fqn, part) for fqn, part in self._modules if any(map(self._is_due, _values(part)))]
-        if not waiting:
+        ignored, every = self.ignored.ids, self._held()
+        for held in every:
+            if held.value.is_meta and held.value in _gone:
+                raise ValueError(
+                    f"A parameter must belong to one unit, but `{held.fqn}` is shared with `{_gone[held.value]}` of a "
+                    "unit that is sharded already. Make the two modules one unit, or make neither a unit of its own."
+                )
+        due = {id(held.value) for held in every if held.value.is_meta and id(held.value) not in ignored}
+        if not due:
             return
         owners: dict[int, list[_Held]] = {}
-        for held in self._held():
+        for held in every:
             owners.setdefault(id(held.value), []).append(held)
+        waiting = [(fqn, part) for fqn, part in self._modules if not due.isdisjoint(map(id, _values(part)))]
         with torch.no_grad():
             if init is not None:
-                for _, part in sorted(waiting, key=lambda pair: _depth(pair[0])):  # a parent may empty its children
+                for _, part in sorted(waiting, key=_depth):  # outer ones first: they may empty their children
                     init(part)
+                self._tie(owners)
             else:
-                if has_values:
-                    self._check_resets(waiting)
-                for _, part in waiting:
-                    self._empty(part, device)
-            self._tie(owners.values())
-            if init is None and has_values:
-                for _, part in waiting:
-                    part.reset_parameters()  # type: ignore[operator]
-                self._check_written(waiting)
-        if left := self.on_meta:
-            raise ValueError(
-                f"`param_init_fn` must give memory to all parameters and buffers of the module it is called with, but "
-                f"`{left[0]}` is still on the meta device. Let it begin with "
-                "`module.to_empty(device=..., recurse=False)`."
-            )
+                self._reset(waiting, due, device, owners, has_values)
+        left = self.on_meta
+        require(
+            not left,
+            "`param_init_fn` must give memory to all parameters and buffers of the module it is called with, but "
+            f"`{next(iter(left), '')}` is still on the meta device. Let it begin with "
+            "`module.to_empty(device=..., recurse=False)`.",
+        )
 
     # ---- private
 
@@ -112,60 +112,48 @@ class OwnTensors:
         every = [(fqn, part, *item) for fqn, part in self._modules for item in _named(part).items()]
         return [_Held(join(fqn, name), part, name, value) for fqn, part, name, value in every]
 
-    def _is_due(self, value: Tensor) -> bool:
-        return value.is_meta and id(value) not in self._ignored
+    def _reset(
+        self,
+        waiting: list[tuple[str, nn.Module]],
+        due: set[int],
+        device: torch.device,
+        owners: dict[int, list[_Held]],
+        has_values: bool,
+    ) -> None:
+        """Empty the modules ``waiting``, and call their ``reset_parameters`` if their values do not arrive later."""
+        names = {id(part): f"`{fqn or 'the module that is wrapped'}` ({type(part).__name__})" for fqn, part in waiting}
+        for _, part in waiting if has_values else ():
+            require(
+                callable(getattr(part, "reset_parameters", None)),
+                f"A module on the meta device must have `reset_parameters()` to be initialised, but {names[id(part)]} "
+                "has none. Pass `param_init_fn`, or wrap a module that has values.",
+            )
+        for _, part in waiting:
+            _empty(part, due, device)
+        self._tie(owners)
+        for _, part in waiting if has_values else ():
+            part.reset_parameters()  # type: ignore[operator]
+        for _, part in waiting if has_values else ():
+            left = next((name for name, value in _named(part).items() if _is_unwritten(value)), None)
+            require(
+                left is None,
+                "`reset_parameters()` must give values to all parameters and buffers of a module on the meta device, "
+                f"but that of {names[id(part)]} has not written `{left}`. Initialize it there as well, or pass "
+                "`param_init_fn`.",
+            )
 
-    def _check_not_shared(self) -> None:
-        for held in self._held():
-            if held.value in _gone:
-                raise ValueError(
-                    f"A parameter must belong to one unit, but `{held.fqn}` is shared with `{_gone[held.value]}` of a "
-                    "unit that is sharded already. Make the two modules one unit, or make neither a unit of its own."
-                )
-
-    def _check_resets(self, waiting: list[tuple[str, nn.Module]]) -> None:
-        for fqn, part in waiting:
-            if not callable(getattr(part, "reset_parameters", None)):
-                raise ValueError(
-                    f"A module on the meta device must have `reset_parameters()` to be initialised, but "
-                    f"`{fqn or 'the module that is wrapped'}` ({type(part).__name__}) has none. Pass `param_init_fn`, "
-                    "or wrap a module that has values."
-                )
-
-    def _check_written(self, waiting: list[tuple[str, nn.Module]]) -> None:
-        for fqn, part in waiting:
-            for name, value in _named(part).items():
-                if not value.is_meta and _is_unwritten(value):
-                    raise ValueError(
-                        "`reset_parameters()` must give values to all parameters and buffers of a module on the meta "
-                        f"device, but that of `{fqn or 'the module that is wrapped'}` ({type(part).__name__}) has not "
-                        f"written `{name}`. Initialize it there as well, or pass `param_init_fn`."
-                    )
-
-    def _empty(self, part: nn.Module, device: torch.device) -> None:
-        """Like ``part.to_empty``, but skips tensors that are ignored or have values; marks new memory as unwritten."""
-        kept = {name: value for name, value in _named(part).items() if not self._is_due(value)}
-        for name in kept:
-            setattr(part, name, None)
-        part.to_empty(device=device, recurse=False)
-        for value in _values(part):
-            _bytes_of(value).fill_(_UNWRITTEN)
-        for name, value in kept.items():
-            setattr(part, name, value)
-
-    def _tie(self, owners: Iterable[list[_Held]]) -> None:
+    def _tie(self, owners: dict[int, list[_Held]]) -> None:
         """Share tensors among modules as before, and record the tensors that were replaced."""
         new: dict[int, nn.Parameter] = {}
-        for first, *others in owners:
-            old, value = first.value, getattr(first.part, first.name)
+        for key, (first, *others) in owners.items():
+            value = getattr(first.part, first.name)
             for other in others:
                 if getattr(other.part, other.name) is not value:
                     setattr(other.part, other.name, value)
-            if value is not old and isinstance(old, nn.Parameter):
-                new[id(old)] = value
-                _gone[old] = first.fqn
+            if value is not first.value and isinstance(first.value, nn.Parameter):
+                new[key] = value
+                _gone[first.value] = first.fqn
         self.ignored = self.ignored.replaced(new)
-        self._ignored = self.ignored.ids
 
 
 def _named(part: nn.Module) -> dict[str, Tensor]:
@@ -178,6 +166,18 @@ def _values(part: nn.Module) -> list[Tensor]:
     return list(_named(part).values())
 
 
+def _empty(part: nn.Module, due: set[int], device: torch.device) -> None:
+    """Like ``part.to_empty``, but only for the tensors ``due``; marks the new memory as unwritten."""
+    kept = {name: value for name, value in _named(part).items() if id(value) not in due}
+    for name in kept:
+        setattr(part, name, None)
+    part.to_empty(device=device, recurse=False)
+    for value in _values(part):
+        _bytes_of(value).fill_(_UNWRITTEN)
+    for name, value in kept.items():
+        setattr(part, name, value)
+
+
 def _bytes_of(value: Tensor) -> Tensor:
     """The memory of ``value`` as 1-D uint8; empty for tensors that are not strided."""
     line = torch.empty(0, dtype=torch.uint8, device=value.device)
@@ -185,20 +185,9 @@ def _bytes_of(value: Tensor) -> Tensor:
 
 
 def _is_unwritten(value: Tensor) -> bool:
-    line = _bytes_of(value)
-    return all(len(run) and bool((run == _UNWRITTEN).all()) for run in (line[:64], line))
+    line = None if value.is_meta else _bytes_of(value)
+    return line is not None and all(len(run) and bool((run == _UNWRITTEN).all()) for run in (line[:64], line))
 
 
-def _depth(fqn: str) -> int:
-    return len(fqn.split(".")) if fqn else 0
-
-
-def _tree(module: nn.Module, fqn: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of ``module`` that are in no inner unit, children first, in the order of construction."""
-    if id(module) in seen or unit_of(module) is not None:
-        return
-    seen.add(id(module))
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _tree(child, join(fqn, name), seen)
-    yield fqn, module
+def _depth(named: tuple[str, nn.Module]) -> int:
+    return len(named[0].split(".")) if named[0] else 0
