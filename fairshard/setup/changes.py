@@ -35,7 +35,7 @@ def adopt_changes(unit: Unit) -> None:
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, param in enumerate(registered):
             kinds.setdefault((param.dtype, param.device), []).append(index)
-        if len(kinds) == 1:
+        if len(kinds) <= 1:
             flat_param.adopt_assigned()
         splits = len(kinds) > 1 and not any(param.is_meta for param in registered)  # all have memory
         flat_params += [_part(flat_param, indexes) for indexes in kinds.values()] if splits else [flat_param]

@@ -268,7 +268,7 @@ def check_not_sharded(survey: Survey, ignored: Ignored, data: DataMesh | None = 
             if taken is not None:
                 raise ValueError(_outer_first(taken))
         for name, param in part._parameters.items():
-            is_plain = type(param) is nn.Parameter and (data is None or data.whole is None)
+            is_plain = type(param) is nn.Parameter and not vars(param) and (data is None or data.whole is None)
             if param is not None and not is_plain and id(param) not in skipped:
                 _check_param(param, join(fqn, name), data)
 

@@ -23,7 +23,11 @@ class Survey:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.parts = list(walk(module))
+        self.look()
+
+    def look(self) -> None:
+        """Find the modules and units anew, because something has been called that may replace them."""
+        self.parts = list(walk(self.module))
         self.units = named_units(self.parts)
 
     @property

@@ -227,7 +227,7 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
                 world_size=groups.shard.world_size,
                 ignored=ignored,
             )
-            survey = Survey(module)
+            survey.look()
         origin = make_ready(survey, how, ignored, groups.spanning())
         ranks = groups.shard.rank, groups.shard.world_size
         loads = lambda: loads_in(groups.shard.resolve())  # noqa: E731

@@ -217,7 +217,7 @@ def _modules_of(given: Any) -> list[nn.Module]:
             f"A sharded module must have a forward, but a {name} has none. Call fully_shard on the modules in it, or "
             "on `list(...)` of them to make them one unit.",
         )
-    require(len(set(modules)) == len(modules), "`module` must hold each module once, but holds one more than once.")
+    require(len(set(map(id, modules))) == len(modules), "`module` must hold each module once, but holds one twice.")
     return modules
 
 

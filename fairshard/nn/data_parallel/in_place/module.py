@@ -303,9 +303,11 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         shown = [unit for _, unit in units_below(self) if unit.registered.are_leaves and not unit.open_calls]
         for unit in shown:
             unit.registered.swap(to_leaves=False)
-        super().zero_grad(set_to_none)
-        for unit in shown:
-            unit.registered.swap(to_leaves=unit.is_gathered)
+        try:
+            super().zero_grad(set_to_none)
+        finally:
+            for unit in shown:
+                unit.registered.swap(to_leaves=unit.is_gathered)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FSDPModule:
         refuse_sharing(fn)
