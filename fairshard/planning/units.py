@@ -18,7 +18,7 @@ from fairshard.planning.summary import FlatSizes, UnitRow, unit_lines, unit_row
 from fairshard.settings.config import Options, UnitConfig, resolve
 from fairshard.settings.fsdp import ShardingStrategy
 from fairshard.setup.ignored import renewed
-from fairshard.setup.lines import PlacementFn, SlotLines
+from fairshard.setup.lines import PlacementFn, placed_lines
 from fairshard.setup.origin import Ignored
 from fairshard.setup.sharding import check_not_sharded, collect_slots, group_slots
 from fairshard.setup.survey import Survey
@@ -57,8 +57,7 @@ class PlannedUnit:
             world_size = 1
         groups, self.slots = self.slots, []
         for group in groups:
-            found = SlotLines.placed(group, placement, world_size, lambda: loads)
-            for line in found.lines:
+            for line in placed_lines(group, placement, world_size, lambda: loads):
                 if line.layout is not None:
                     self.layouts[len(self.slots)] = line.layout
                 self.slots.append(line.slots)

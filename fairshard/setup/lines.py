@@ -27,49 +27,43 @@ class SlotLine:
     layout: RaggedLayout | None
 
 
-@dataclass(frozen=True)
-class SlotLines:
-    """The ``lines`` of some parameters."""
+def lines_of(
+    places: Mapping[ParamSlot, RowBlocks | Owned], world_size: int, loads: Callable[[], list[int]]
+) -> list[SlotLine]:
+    """Lines on ``world_size`` ranks for parameters and their placements: by blocks first, then that of owners.
 
-    lines: list[SlotLine]
+    ``loads`` returns the bytes that each rank owns before; see `loads_in`.
+    """
+    owned = [slot for slot, place in places.items() if isinstance(place, Owned) and world_size > 1]
+    slots = [slot for slot in places if slot not in owned]
+    sizes = tuple(Blocks(_block_of(slot, places[slot]), slot.numel) for slot in slots)
+    lines = []
+    for line in plan_blocks(sizes, world_size) if sizes else ():
+        own = [slots[index] for index in line.members]
+        layout = RaggedLayout([slot.numel for slot in own], line.offsets, line.width, world_size)
+        lines.append(SlotLine(own, layout))
+    if owned:
+        ranks = [place.rank for place in places.values() if isinstance(place, Owned)]
+        owners = balanced_owners([slot.leaf.nbytes for slot in owned], world_size, ranks, loads())
+        lines.append(SlotLine(owned, OwnedLayout([slot.numel for slot in owned], owners, world_size)))
+    return lines
 
-    @staticmethod
-    def of(places: Mapping[ParamSlot, RowBlocks | Owned], world_size: int, loads: Callable[[], list[int]]) -> SlotLines:
-        """Lines on ``world_size`` ranks for parameters and their placements: by blocks first, then that of owners.
 
-        ``loads`` returns the bytes that each rank owns before; see `loads_in`.
-        """
-        owned = [slot for slot, place in places.items() if isinstance(place, Owned) and world_size > 1]
-        slots = [slot for slot in places if slot not in owned]
-        sizes = tuple(Blocks(_block_of(slot, places[slot]), slot.numel) for slot in slots)
-        lines = []
-        for line in plan_blocks(sizes, world_size) if sizes else ():
-            own = [slots[index] for index in line.members]
-            layout = RaggedLayout([slot.numel for slot in own], line.offsets, line.width, world_size)
-            lines.append(SlotLine(own, layout))
-        if owned:
-            ranks = [place.rank for place in places.values() if isinstance(place, Owned)]
-            owners = balanced_owners([slot.leaf.nbytes for slot in owned], world_size, ranks, loads())
-            lines.append(SlotLine(owned, OwnedLayout([slot.numel for slot in owned], owners, world_size)))
-        return SlotLines(lines)
+def placed_lines(
+    slots: Sequence[ParamSlot], placement: PlacementFn | None, world_size: int, loads: Callable[[], list[int]]
+) -> list[SlotLine]:
+    """A line of the parameters of ``slots`` that may be cut anywhere, if any, then those of the others.
 
-    @staticmethod
-    def placed(
-        slots: Sequence[ParamSlot], placement: PlacementFn | None, world_size: int, loads: Callable[[], list[int]]
-    ) -> SlotLines:
-        """A line of the parameters of ``slots`` that may be cut anywhere, if any, then those of the others.
+    ``loads``: see `lines_of`.
 
-        ``loads``: see `of`.
-
-        Raises:
-            TypeError: ``placement`` returned something else than a `RowBlocks`, an `Owned` or None.
-            ValueError: an owner is no rank.
-        """
-        every = {} if placement is None else {slot: _place_of(slot, placement, world_size) for slot in slots}
-        places = {slot: place for slot, place in every.items() if place is not None}
-        rest = [slot for slot in slots if slot not in places]
-        found = SlotLines.of(places, world_size, loads) if places else SlotLines([])
-        return SlotLines([SlotLine(rest, None), *found.lines]) if rest else found
+    Raises:
+        TypeError: ``placement`` returned something else than a `RowBlocks`, an `Owned` or None.
+        ValueError: an owner is no rank.
+    """
+    every = {} if placement is None else {slot: _place_of(slot, placement, world_size) for slot in slots}
+    places = {slot: place for slot, place in every.items() if place is not None}
+    rest = [slot for slot in slots if slot not in places]
+    return [*([SlotLine(rest, None)] if rest else []), *(lines_of(places, world_size, loads) if places else [])]
 
 
 def check_placement(placement: PlacementFn | None, use_orig_params: bool) -> None:

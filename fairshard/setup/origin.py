@@ -70,11 +70,6 @@ class Origin:
         """Whether a shard was written to after `note_cut`."""
         return self._versions != _counters_of(flat_params)
 
-    @property
-    def trains_ignored(self) -> bool:
-        """Whether a backward computes gradients that the unit does not see."""
-        return any(param.requires_grad for param in self.ignored.params)
-
     def without_ignored(self, modules: list[nn.Module]) -> list[nn.Module]:
         """Those of ``modules`` that are not ignored."""
         ignored = self.ignored.ids

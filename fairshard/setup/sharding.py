@@ -22,7 +22,7 @@ from fairshard.settings.config import UnitConfig
 from fairshard.settings.mesh import DataMesh
 from fairshard.settings.placements import Owned, RowBlocks
 from fairshard.setup.guard import guard_modules, guard_of
-from fairshard.setup.lines import PlacementFn, SlotLines
+from fairshard.setup.lines import PlacementFn, lines_of, placed_lines
 from fairshard.setup.origin import Ignored, Origin
 from fairshard.setup.survey import Survey
 from fairshard.utils.names import join
@@ -59,7 +59,7 @@ def shard_parameters(
 
     No communication: every rank cuts its span out of the values it holds. A parameter with several names occurs once.
     Parameters for which ``placement`` returns a `RowBlocks` or an `Owned` have lines of their own; ``loads``: see
-    `SlotLines.of`.
+    `lines_of`.
 
     Raises:
         TypeError: a parameter's dtype cannot be sharded, or ``placement`` returned something else.
@@ -69,7 +69,7 @@ def shard_parameters(
     for slot in slots:
         config.check_param_dtype(slot.leaf.dtype, slot.fqn)
     flat_params: list[FlatParam] = []
-    groups = [SlotLines.placed(group, placement, world_size, loads).lines for group in group_slots(slots, config)]
+    groups = [placed_lines(group, placement, world_size, loads) for group in group_slots(slots, config)]
     for placed in (line for lines in groups for line in lines):
         group = placed.slots
         name = f"flat_param_{len(flat_params)}" if config.flatten_parameters else group[0].fqn
@@ -121,7 +121,7 @@ def shard_rows(
     """Like `shard_parameters`, but cuts each parameter as ``placement_of(slot)`` says, over the ranks of ``data``.
 
     An integer is the dimension to cut. Parameters placed by blocks share lines, whose cuts fall between blocks, and so
-    do those that have owners; ``loads``: see `SlotLines.of`. A parameter without dimensions stays whole on every rank.
+    do those that have owners; ``loads``: see `lines_of`. A parameter without dimensions stays whole on every rank.
     A tensor subclass that defines what is gathered is told the user's mixed precision ``policy``.
 
     Raises:
@@ -151,7 +151,7 @@ def shard_rows(
             shown = _shown(even, data, [dims[slot] for slot in even], config.master_on_cpu)
             flat_params.append(FlatParam(shown, shown.slots[0].fqn))
         places = {slot: ragged[slot] for slot in group if slot in ragged}
-        for line in SlotLines.of(places, data.num_shards, loads).lines:
+        for line in lines_of(places, data.num_shards, loads):
             assert line.layout is not None
             unequal = ShownRagged(line.slots, data.mesh, line.layout, config.master_on_cpu)
             flat_params.append(FlatParam(unequal, unequal.slots[0].fqn))
