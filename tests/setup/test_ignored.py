@@ -485,17 +485,16 @@ def test_units_are_not_ignored():
     model = gated()
     inner = FSDP(model[0].gate)
     model[0].gate = inner
-    with pytest.raises(ValueError, match="is a wrapper itself"):
-        FSDP(model, ignored_modules=[inner])
-    with pytest.raises(ValueError, match="its `gate` is wrapped already"):
-        FSDP(model, ignored_modules=[model[0]])
-    with pytest.raises(ValueError, match=r"`0.gate.weight` has been sharded by the unit `0.gate`"):
-        FSDP(model, ignored_modules=[inner.module])
-    with pytest.raises(ValueError, match=r"`0.gate.weight` has been sharded by the unit `0.gate`"):
-        FSDP(model, ignored_parameters=list(inner.parameters()))
     leaf = inner._unit.flat_params[0].slots[1].leaf
-    with pytest.raises(ValueError, match=r"`0.gate.bias` has been sharded"):
-        FSDP(model, ignored_parameters=[leaf])
+    for text, ignored in [
+        ("is a wrapper itself", {"ignored_modules": [inner]}),
+        ("its `gate` is wrapped already", {"ignored_modules": [model[0]]}),
+        ("`0.gate.weight` has been sharded by the unit `0.gate`", {"ignored_modules": [inner.module]}),
+        ("`0.gate.weight` has been sharded by the unit `0.gate`", {"ignored_parameters": list(inner.parameters())}),
+        ("`0.gate.bias` has been sharded", {"ignored_parameters": [leaf]}),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            FSDP(model, **ignored)
 
 
 @on_ranks(in_full(1), 2)
