@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from fairshard.nn.data_parallel.wrapper.attributes import HIDEABLE, is_inside, o
 from fairshard.nn.data_parallel.wrapper.grads import GradMethods
 from fairshard.nn.data_parallel.wrapper.optim_state import OptimStateMethods
 from fairshard.params.grads import grads_of
+from fairshard.settings.check import require
 from fairshard.settings.config import host_or, offload_of, resolve
 from fairshard.settings.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.settings.groups import Groups, find_groups
@@ -295,19 +297,19 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to this module and every module below it, with whole parameters. **Collective.**"""
-        if is_shown(self._unit):
-            return super().apply(fn)
-        self._claimed()
-        with summon([self._unit], Showing(writeback=True)):
+        with self._whole():
             return super().apply(fn)
 
     def _reset_whole(self) -> None:
+        with self._whole():
+            self.module.reset_parameters()  # type: ignore[operator]
+
+    def _whole(self) -> AbstractContextManager[None]:
+        """Context in which the parameters of this unit are whole; changes are kept. **Collective** unless they are."""
         if is_shown(self._unit):
-            self.module.reset_parameters()  # type: ignore[operator]
-            return
+            return nullcontext()
         self._claimed()
-        with summon([self._unit], Showing(writeback=True)):
-            self.module.reset_parameters()  # type: ignore[operator]
+        return summon([self._unit], Showing(writeback=True))
 
     # ---- names and state
 
@@ -356,12 +358,12 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
         """
         wanted = [state] if isinstance(state, TrainingState) else state
         is_in_backward = self.training_state in (TrainingState.BACKWARD_PRE, TrainingState.BACKWARD_POST)
-        if self.training_state not in wanted and not (is_in_backward and TrainingState.BACKWARD in wanted):
-            names = " or ".join(one.name for one in wanted)
-            raise TrainingStateError(
-                f"Unit `{self._unit.fqn or 'root'}` must be in state {names}, but is in {self.training_state.name} "
-                f"(rank {self.rank})."
-            )
+        require(
+            self.training_state in wanted or (is_in_backward and TrainingState.BACKWARD in wanted),
+            f"Unit `{self._unit.fqn or 'root'}` must be in state {' or '.join(one.name for one in wanted)}, but is in "
+            f"{self.training_state.name} (rank {self.rank}).",
+            TrainingStateError,
+        )
 
     def _find_inside(self, name: str) -> Any:
         if name in self._fairshard_methods:
