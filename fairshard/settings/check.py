@@ -1,4 +1,4 @@
-"""Checks of single options, kept beside their defaults in the fields of dataclasses."""
+"""Checks of options: of one, kept beside its default in the field of a dataclass, and of several together."""
 
 from __future__ import annotations
 
