@@ -23,6 +23,13 @@ from fairshard.utils.user_line import level_of_user
 Groups = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
 MISSING = "MISSING"
 
+# Bytes of parameters that each rank of a group owns in units of models that have not run yet. Units are sharded one
+# after the other, inner ones first, and know neither their siblings nor their model: they are counted together, so that
+# ranks own about as much of the whole model. (Parameters are cut, and optimizers hold them, long before the whole model
+# is known.) Ranks count alike if they shard the same units in the same order; the first forward compares owners across
+# ranks, and counts anew. Deleted units stay counted until then, because ranks may delete at different times.
+_loads: weakref.WeakKeyDictionary[ProcessGroup, list[int]] = weakref.WeakKeyDictionary()
+
 
 @dataclass(eq=False)
 class SavedGroup:
@@ -94,6 +101,14 @@ class UnitGroups:
     def spanning(self) -> list[ProcessGroup]:
         """The groups that together span all ranks of the unit, if used one after the other."""
         return [group.resolve() for group in dict.fromkeys((self.main, self.replicas)) if group is not None]
+
+    def loads(self) -> list[int]:
+        """The bytes that each rank of the shard group owns; callers count what they place."""
+        return _loads.setdefault(self.shard.resolve(), [0] * self.shard.world_size)
+
+    def forget_loads(self) -> None:
+        """Count anew on the shard group: its ranks make a model."""
+        _loads.pop(self.shard.resolve(), None)
 
     def communicators(self) -> Communicators:
         """Communicators of the unit. **Collective** on the first use of a group."""

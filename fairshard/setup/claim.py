@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from fairshard.checks.agreement import check_agreement, raise_together
@@ -31,18 +29,6 @@ from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.graph_breaks import untraced
 from fairshard.utils.groups import on_host, part_of
 from fairshard.utils.streams import is_asynchronous
-
-# Bytes of parameters that each rank of a group owns in units of models that have not run yet. Units are sharded one
-# after the other, inner ones first, and know neither their siblings nor their model: they are counted together, so that
-# ranks own about as much of the whole model. (Parameters are cut, and optimizers hold them, long before the whole model
-# is known.) Ranks count alike if they shard the same units in the same order; the claim compares owners across ranks,
-# and counts anew. Deleted units stay counted until then, because ranks may delete at different times.
-_loads: weakref.WeakKeyDictionary[ProcessGroup, list[int]] = weakref.WeakKeyDictionary()
-
-
-def loads_in(group: ProcessGroup) -> list[int]:
-    """The bytes that each rank of ``group`` owns; callers count what they place."""
-    return _loads.setdefault(group, [0] * group.size())
 
 
 @untraced
@@ -80,7 +66,7 @@ def claim(module: nn.Module) -> Root:
     if refused is not None and device.type == "meta":
         raise refused
     for unit in units:
-        _loads.pop(comms[unit].shard.group, None)
+        unit.groups.forget_loads()
     # The outermost unit's groups, which join the most ranks, are last: they pass on what inner ones have found.
     shared = [comm for own in reversed(dict.fromkeys(comms.values())) for comm in (own.shard, own.replicas)]
     distinct = list(dict.fromkeys(comm for comm in shared if comm is not None))

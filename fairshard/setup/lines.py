@@ -32,7 +32,7 @@ def lines_of(
 ) -> list[SlotLine]:
     """Lines on ``world_size`` ranks for parameters and their placements: by blocks first, then that of owners.
 
-    ``loads`` returns the bytes that each rank owns before; see `loads_in`.
+    ``loads`` returns the bytes that each rank owns before; see `UnitGroups.loads`.
     """
     owned = [slot for slot, place in places.items() if isinstance(place, Owned) and world_size > 1]
     slots = [slot for slot in places if slot not in owned]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,7 @@ from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot, slot_of
 from fairshard.settings.check import require
 from fairshard.settings.config import UnitConfig
+from fairshard.settings.groups import UnitGroups
 from fairshard.settings.mesh import DataMesh
 from fairshard.settings.placements import Owned, RowBlocks
 from fairshard.setup.guard import guard_modules, guard_of
@@ -47,19 +49,16 @@ _OTHER_ENGINES = (
 def shard_parameters(
     survey: Survey,
     config: UnitConfig,
-    rank: int,
-    world_size: int,
+    groups: UnitGroups,
     origin: Origin,
     placement: PlacementFn | None,
-    loads: Callable[[], list[int]],
 ) -> list[FlatParam]:
     """Cut all parameters that are neither in inner units nor in ``origin.ignored``; the originals become empty leaves.
 
     Parameters are cut where they are: only the shard of a CPU parameter is copied to ``origin.device``.
 
     No communication: every rank cuts its span out of the values it holds. A parameter with several names occurs once.
-    Parameters for which ``placement`` returns a `RowBlocks` or an `Owned` have lines of their own; ``loads``: see
-    `lines_of`.
+    Parameters for which ``placement`` returns a `RowBlocks` or an `Owned` have lines of their own.
 
     Raises:
         TypeError: a parameter's dtype cannot be sharded, or ``placement`` returned something else.
@@ -69,8 +68,9 @@ def shard_parameters(
     for slot in slots:
         config.check_param_dtype(slot.leaf.dtype, slot.fqn)
     flat_params: list[FlatParam] = []
-    groups = [placed_lines(group, placement, world_size, loads) for group in group_slots(slots, config)]
-    for placed in (line for lines in groups for line in lines):
+    rank, world_size = groups.shard.rank, groups.shard.world_size
+    lines = [placed_lines(group, placement, world_size, groups.loads) for group in group_slots(slots, config)]
+    for placed in chain(*lines):
         group = placed.slots
         name = f"flat_param_{len(flat_params)}" if config.flatten_parameters else group[0].fqn
         shapes = [slot.shape for slot in group]
@@ -112,16 +112,16 @@ def _kind_of(config: UnitConfig, world_size: int) -> type[ShownShard]:
 def shard_rows(
     survey: Survey,
     config: UnitConfig,
+    groups: UnitGroups,
     data: DataMesh,
     origin: Origin,
     placement_of: Callable[[ParamSlot], int | RowBlocks | Owned],
-    loads: Callable[[], list[int]],
     policy: Any,
 ) -> list[FlatParam]:
     """Like `shard_parameters`, but cuts each parameter as ``placement_of(slot)`` says, over the ranks of ``data``.
 
     An integer is the dimension to cut. Parameters placed by blocks share lines, whose cuts fall between blocks, and so
-    do those that have owners; ``loads``: see `lines_of`. A parameter without dimensions stays whole on every rank.
+    do those that have owners. A parameter without dimensions stays whole on every rank.
     A tensor subclass that defines what is gathered is told the user's mixed precision ``policy``.
 
     Raises:
@@ -151,7 +151,7 @@ def shard_rows(
             shown = _shown(even, data, [dims[slot] for slot in even], config.master_on_cpu)
             flat_params.append(FlatParam(shown, shown.slots[0].fqn))
         places = {slot: ragged[slot] for slot in group if slot in ragged}
-        for line in lines_of(places, data.num_shards, loads):
+        for line in lines_of(places, data.num_shards, groups.loads):
             assert line.layout is not None
             unequal = ShownRagged(line.slots, data.mesh, line.layout, config.master_on_cpu)
             flat_params.append(FlatParam(unequal, unequal.slots[0].fqn))

@@ -32,7 +32,6 @@ from fairshard.settings.check import require
 from fairshard.settings.config import host_or, offload_of, resolve
 from fairshard.settings.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.settings.groups import Groups, find_groups
-from fairshard.setup.claim import loads_in
 from fairshard.setup.construction import make_ready, resolve_construction
 from fairshard.setup.guard import check_conversion, refuse_inner_states
 from fairshard.setup.ignored import resolve_ignored
@@ -231,9 +230,7 @@ class FullyShardedDataParallel(GradMethods, OptimStateMethods):
             )
             survey.look()
         origin = make_ready(survey, how, ignored, groups.spanning())
-        ranks = groups.shard.rank, groups.shard.world_size
-        loads = lambda: loads_in(groups.shard.resolve())  # noqa: E731
-        flat_params = shard_parameters(survey, config, *ranks, origin, placement_fn, loads)
+        flat_params = shard_parameters(survey, config, groups, origin, placement_fn)
         unit = Unit(groups, flat_params, config, origin)
         setattr(self, UNIT_ATTRIBUTE, unit)
         self._init_state()

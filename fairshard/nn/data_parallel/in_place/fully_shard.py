@@ -35,7 +35,6 @@ from fairshard.settings.groups import find_groups
 from fairshard.settings.mesh import DataMesh, DataParallelMeshDims, ShardPlacementResult, default_mesh
 from fairshard.settings.placements import Owned, RowBlocks
 from fairshard.settings.state_dicts import StateDictType, resolve_settings
-from fairshard.setup.claim import loads_in
 from fairshard.setup.construction import make_ready, resolve_construction
 from fairshard.setup.ignored import resolve_ignored
 from fairshard.setup.lines import check_owner
@@ -178,8 +177,7 @@ def fully_shard(
     ignored = resolve_ignored(survey, None, None, ignored_params, "ignored_params")
     check_not_sharded(survey, ignored, data)
     origin = make_ready(survey, how, ignored, groups.spanning())
-    placement_of, loads = _placing(shard_placement_fn, data), lambda: loads_in(groups.shard.resolve())
-    flat_params = shard_rows(survey, config, data, origin, placement_of, loads, mp_policy)
+    flat_params = shard_rows(survey, config, groups, data, origin, _placing(shard_placement_fn, data), mp_policy)
     unit = Unit(groups, flat_params, config, origin, Members(modules, policy.output_dtype))
     unit.state_dict_settings = resolve_settings(StateDictType.SHARDED_STATE_DICT, None, None)
     for member in modules:
