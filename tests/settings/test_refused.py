@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
 
 from fairshard.nn import CPUOffload, MixedPrecision, ShardingStrategy
@@ -81,6 +82,26 @@ ARGUMENTS = {
         ["must be one group for FULL_SHARD"],
         lambda: {"process_group": (dist.group.WORLD, dist.group.WORLD)},
     ),
+    "a group for a pair": (
+        ValueError,
+        ["must be a pair for HYBRID_SHARD"],
+        lambda: {"process_group": dist.group.WORLD, "sharding_strategy": ShardingStrategy.HYBRID_SHARD},
+    ),
+    "one group twice": (
+        ValueError,
+        ["in common and no other, but have"],
+        lambda: {"process_group": (dist.group.WORLD,) * 2, "sharding_strategy": ShardingStrategy.HYBRID_SHARD},
+    ),
+    "a mesh of one dimension": (
+        ValueError,
+        ["`device_mesh` must have 2 dimensions"],
+        lambda: {"device_mesh": init_device_mesh("cpu", (2,)), "sharding_strategy": ShardingStrategy.HYBRID_SHARD},
+    ),
+    "a group and a mesh": (
+        ValueError,
+        ["must not both be given"],
+        lambda: {"process_group": dist.group.WORLD, "device_mesh": init_device_mesh("cpu", (2,))},
+    ),
     "a number for an init": (ValueError, ["`param_init_fn` must be a function"], {"param_init_fn": 7}),
     "a name for an init": (ValueError, ["`param_init_fn` must be a function"], {"param_init_fn": "xavier"}),
     "a number for a flag": (
@@ -121,8 +142,10 @@ def test_arguments_are_refused(name):
     """The error names the argument; nothing has been sent, and the module is as it was."""
     kind, says, given = ARGUMENTS[name]
     module = two()
-    with fake_group(2), CollectiveCounter() as counter:
-        check((kind, says, lambda: FSDP(module, **(given() if callable(given) else given))))
+    with fake_group(2):
+        arguments = given() if callable(given) else given
+        with CollectiveCounter() as counter:
+            check((kind, says, lambda: FSDP(module, **arguments)))
     assert not counter.calls
     assert list(module.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
