@@ -25,7 +25,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # `python -m tests.kit.gauge MODULE` prints. A limit may only fall: lower it in the commit that makes the code smaller.
 LIMITS = {
     "fairshard.engine.root": Figures(statements=3149, branches=1061, shared=22, flags=30),
-    "fairshard.nn.data_parallel.running": Figures(statements=4329, branches=1531, shared=26, flags=34, patches=1),
+    "fairshard.nn.data_parallel.running": Figures(statements=4287, branches=1527, shared=26, flags=34, patches=1),
 }
 
 UTILS = "fairshard.utils"

@@ -70,11 +70,10 @@ def adopt_all_changes(module: nn.Module, units: Sequence[Unit]) -> None:
     pairs = [pair for each in flat_params for pair in zip(each.slots, each.shows.registered, strict=True)]
     left = [slot.fqn for slot, param in pairs if param.is_meta]
     if left:
-        more = f" and {len(left) - 3} more are" if len(left) > 3 else " are" if len(left) > 1 else " is"
         raise FairshardError(
             "Parameters must have memory and values before the first forward, but "
-            f"{', '.join(f'`{fqn}`' for fqn in left[:3])}{more} still on the meta device. Call "
-            "`model.to_empty(device=...)`, then initialise them, or load a state dict."
+            f"{', '.join(f'`{fqn}`' for fqn in left[:3])} and {max(0, len(left) - 3)} more are still on the meta "
+            "device. Call `model.to_empty(device=...)`, then initialise them, or load a state dict."
         )
     check_all_known(module)
     for slot, _ in pairs:  # RNNs rebuild their lists of weights whenever they are moved
