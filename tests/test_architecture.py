@@ -40,7 +40,7 @@ FLOORS = [
 EXTRAS = "fairshard.extras"
 EXCEPTIONS: dict[str, set[str]] = {
     "fairshard.nn.data_parallel": {f"{EXTRAS}.observe.{name}" for name in ("observer", "unit_event")},
-    "fairshard.nn.data_parallel.wrapper.joining": {f"{EXTRAS}.join.{name}" for name in ("join", "optimizers")},
+    "fairshard.nn.data_parallel.wrapper.grads": {f"{EXTRAS}.join.{name}" for name in ("join", "optimizers")},
     "fairshard.nn.wrap": {f"{EXTRAS}.planning.{name}" for name in ("describe", "peak", "wrap_plan")},
     "fairshard.optim": {f"{EXTRAS}.muon.muon"},
     "fairshard.optim.sharded_grad_scaler": {f"{EXTRAS}.join.optimizers"},

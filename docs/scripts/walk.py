@@ -1,4 +1,6 @@
-"""Print the walk of one forward of a unit, and of one gradient: torchrun --nproc-per-node 2 docs/scripts/walk.py
+"""Print the walks of one wrap, of one forward of a unit, and of one gradient.
+
+    torchrun --nproc-per-node 2 docs/scripts/walk.py
 
 A stay is a run of calls in one file of fairshard, until a function of another file is called.
 """
@@ -47,6 +49,10 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     inputs = torch.ones(2, 3)
 
+    wrap = Walk(*["nn/data_parallel/fully_sharded_data_parallel.py:__init__"] * 2)
+    sys.setprofile(wrap)
+    FSDP(nn.Linear(3, 3))
+
     blocks = [FSDP(nn.Linear(3, 3)) for _ in range(2)]
     model = FSDP(nn.Sequential(*blocks))
     for _ in range(2):
@@ -64,5 +70,6 @@ if __name__ == "__main__":
     loss.backward()
 
     if dist.get_rank() == 0:
-        print(*forward.lines("one forward of one unit"), *gradient.lines("one gradient"), sep="\n")
+        walks = {"one wrap": wrap, "one forward of one unit": forward, "one gradient": gradient}
+        print(*(line for title, walk in walks.items() for line in walk.lines(title)), sep="\n")
     dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -44,9 +44,14 @@ def is_wrapper(module: nn.Module) -> bool:
 
 
 def units_below(module: nn.Module) -> list[tuple[str, Unit]]:
-    """``(fqn, unit)`` of every unit in the tree, outermost first; a unit of several modules has their names joined."""
+    """``(fqn, unit)`` of every unit in the tree, outermost first."""
+    return named_units(walk(module))
+
+
+def named_units(parts: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, Unit]]:
+    """``(fqn, unit)`` of every unit in ``parts``, those of `walk`; a unit of several modules has their names joined."""
     found: dict[Unit, dict[int, str]] = {}
-    for fqn, part in walk(module):
+    for fqn, part in parts:
         unit = unit_of(part)
         if unit is not None:
             found.setdefault(unit, {})[id(part)] = fqn

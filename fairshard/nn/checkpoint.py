@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
-import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from fairshard.settings.check import require
 from fairshard.utils.device import accelerators_in_use
 from fairshard.utils.dynamo import set_tracer
 from fairshard.utils.graph_breaks import breaks_graph
@@ -46,13 +47,12 @@ def checkpoint_wrapper(module: ModuleT, offload_to_cpu: bool = False) -> ModuleT
 
     Source: fairscale's function of the same name, over non-reentrant ``torch.utils.checkpoint``.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"`module` must be an nn.Module, but is {type(module).__name__}.")
-    if "forward" in module.__dict__:
-        raise ValueError(
-            f"`forward` must be a method to be checkpointed, but this {type(module).__name__} has it as an instance "
-            "attribute. Apply checkpoint_wrapper before that is set."
-        )
+    require(isinstance(module, nn.Module), f"`module` must be an nn.Module, but is {type(module).__name__}.", TypeError)
+    require(
+        "forward" not in module.__dict__,
+        f"`forward` must be a method to be checkpointed, but this {type(module).__name__} has it as an instance "
+        "attribute. Apply checkpoint_wrapper before that is set.",
+    )
     base: Any = type(module)
     if issubclass(base, _Checkpointed):
         base = base.__mro__[2]
@@ -60,13 +60,7 @@ def checkpoint_wrapper(module: ModuleT, offload_to_cpu: bool = False) -> ModuleT
     return module
 
 
-class _Switch(threading.local):
-    """Whether checkpointing is off in this thread."""
-
-    is_off = False
-
-
-_switch = _Switch()
+_is_off: ContextVar[bool] = ContextVar("fairshard_checkpointing_is_off", default=False)  # in this thread
 
 
 @contextlib.contextmanager
@@ -91,11 +85,11 @@ def disable_checkpointing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _checkpointing(is_off: bool) -> Iterator[None]:
-    before, _switch.is_off = _switch.is_off, is_off
+    token = _is_off.set(is_off)
     try:
         yield
     finally:
-        _switch.is_off = before
+        _is_off.reset(token)
 
 
 class _Checkpointed:
@@ -109,7 +103,7 @@ class _Checkpointed:
         tracer = set_tracer(None)
         forward = functools.partial(_traced, tracer, super().forward)  # type: ignore[misc]
         try:
-            if _switch.is_off or not torch.is_grad_enabled():
+            if _is_off.get() or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             run, inputs = _recomputable(self, forward, args, kwargs)
             # torch saves the random state of devices on which inputs are: an inner wrapper may move them to others.
@@ -154,17 +148,10 @@ def _recomputable(
     Later calls recompute: tensors that they are given take the places of the first ones, in containers of the same
     types, and buffers of norms stay as they are.
     """
-    places: dict[int, Tensor] = {}  # by the id of a tensor, what stands for it, so that a repeated one stays one object
-    inputs: list[Tensor] = []
-
-    def place_of(tensor: Tensor) -> Tensor:
-        if id(tensor) not in places:
-            places[id(tensor)] = torch.empty(0, device="cpu")
-            inputs.append(tensor)
-        return places[id(tensor)]
-
-    skeleton = apply_to_tensors(place_of, (args, kwargs))
-    order, first = [id(place) for place in places.values()], [(args, kwargs)]
+    places: dict[int, tuple[Tensor, Tensor]] = {}  # by id, so that a repeated tensor stays one object
+    empty = functools.partial(torch.empty, 0, device="cpu")
+    skeleton = apply_to_tensors(lambda tensor: places.setdefault(id(tensor), (tensor, empty()))[1], (args, kwargs))
+    order, first = [id(place) for _, place in places.values()], [(args, kwargs)]
 
     def run(*tensors: Tensor) -> Any:
         if first:
@@ -175,7 +162,7 @@ def _recomputable(
         with _checkpointing(is_off=False), _statistics_kept(module):  # a backward may be in `disable_checkpointing`
             return forward(*given, **named)
 
-    return run, inputs
+    return run, [tensor for tensor, _ in places.values()]
 
 
 @contextlib.contextmanager

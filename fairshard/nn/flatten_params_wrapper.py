@@ -6,14 +6,15 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fairshard.checks.shards import stepped_of
-from fairshard.nn.data_parallel.wrapper.forwarding import Forwarding
+from fairshard.nn.data_parallel.wrapper.attributes import Forwarding
+from fairshard.settings.check import require
 from fairshard.utils.names import join
 
 _NAME = "flat_param"
@@ -59,8 +60,9 @@ class FlattenParamsWrapper(Forwarding):
         flat_param_names: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"`module` must be an nn.Module, but is {type(module).__name__}.")
+        require(
+            isinstance(module, nn.Module), f"`module` must be an nn.Module, but is {type(module).__name__}.", TypeError
+        )
         lists = [_slots(module, params) for params in _lists(param_list)]
         names = _names(flat_param_names, len(lists))
         _check(lists)
@@ -110,31 +112,31 @@ class FlattenParamsWrapper(Forwarding):
             ValueError: ``flat_params`` are not tensors of the right sizes, or parameters are already unflattened.
         """
         self._loading.close()
+        require(
+            self._is_flat or flat_params is None,
+            "Only the outermost `unflatten_params` may be given `flat_params`, but an inner one was.",
+        )
         if not self._is_flat:
-            if flat_params is not None:
-                raise ValueError(
-                    "Only the outermost `unflatten_params` may be given `flat_params`, but an inner one was."
-                )
             yield
             return
         flats = {name: flat for name in self._lines if (flat := self._parameters[name]) is not None}
         values = self.flat_params if flat_params is None else self._checked(flat_params)
-        shown: dict[str, list[nn.Parameter]] = {}
+        shown: dict[_Slot, nn.Parameter] = {}
         for (name, flat), line in zip(flats.items(), values, strict=True):
-            shown[name] = [nn.Parameter(view, flat.requires_grad) for view in _views(line.data, self._lines[name])]
-            for slot, param in zip(self._lines[name], shown[name], strict=True):
-                slot.show(param)
+            for slot, view in zip(self._lines[name], _views(line.data, self._lines[name]), strict=True):
+                shown[slot] = nn.Parameter(view, flat.requires_grad)
+                slot.show(shown[slot])
             self._parameters[name] = None
         self._is_flat = False
         try:
             yield
         finally:
             with torch.no_grad():
+                for slot, param in shown.items():
+                    slot.copy_assigned(param)
                 for name, flat in flats.items():
-                    for slot, param in zip(self._lines[name], shown[name], strict=True):
-                        slot.copy_assigned(param)
                     if flat_params is None:
-                        _add_grads(flat, shown[name])
+                        _add_grads(flat, [shown[slot] for slot in self._lines[name]])
                     self._parameters[name] = flat
             self._is_flat = True
             self._attach()
@@ -151,9 +153,8 @@ class FlattenParamsWrapper(Forwarding):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlattenParamsWrapper:
         self._loading.close()
-        for slots in self._lines.values() if self._is_flat else ():
-            for slot in slots:
-                slot.show(torch.empty(0, device="cpu"))  # views have an autograd graph, which cannot be copied
+        for slot in chain(*self._lines.values()) if self._is_flat else ():
+            slot.show(torch.empty(0, device="cpu"))  # views have an autograd graph, which cannot be copied
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
@@ -198,13 +199,12 @@ class FlattenParamsWrapper(Forwarding):
 
     def _checked(self, flat_params: Sequence[Tensor]) -> list[Tensor]:
         shapes, wanted = [tuple(flat.shape) for flat in flat_params], [tuple(flat.shape) for flat in self.flat_params]
-        if shapes != wanted:
-            what = f"one tensor of shape {wanted[0]}, like `flat_param`" if len(wanted) == 1 else f"of shapes {wanted}"
-            raise ValueError(f"`flat_params` must be {what}, but has shapes {shapes}.")
+        what = f"one tensor of shape {wanted[0]}, like `flat_param`" if len(wanted) == 1 else f"of shapes {wanted}"
+        require(shapes == wanted, f"`flat_params` must be {what}, but has shapes {shapes}.")
         return [flat.detach() for flat in flat_params]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Slot:
     """One parameter: its name, its shape, and the modules that refer to it."""
 
@@ -260,8 +260,8 @@ def _lists(param_list: Any) -> list[Any]:
     are_params = [isinstance(one, nn.Parameter) for one in given]
     if all(are_params):
         return [given]
-    if any(are_params):
-        raise TypeError("`param_list` must hold parameters only or lists of parameters only, but holds both.")
+    text = "`param_list` must hold parameters only or lists of parameters only, but holds both."
+    require(not any(are_params), text, TypeError)
     return [params for params in map(list, given) if params] or [[]]
 
 
@@ -270,11 +270,11 @@ def _names(given: Sequence[str] | None, num_lists: int) -> list[str]:
     if given is None:
         return [_NAME] if num_lists == 1 else [f"{_NAME}_{index}" for index in range(num_lists)]
     names = list(given)
-    if len(names) != num_lists or len(set(names)) < len(names) or any("." in name for name in names):
-        raise ValueError(
-            f"`flat_param_names` must be one name without dots for each list of parameters that is not empty, all "
-            f"different, but for {num_lists} are {names}."
-        )
+    require(
+        len(names) == num_lists == len(set(names)) and not any("." in name for name in names),
+        f"`flat_param_names` must be one name without dots for each list of parameters that is not empty, all "
+        f"different, but for {num_lists} are {names}.",
+    )
     return [f"{_NAME}_{name}" for name in names]
 
 
@@ -286,38 +286,37 @@ def _slots(module: nn.Module, param_list: Iterable[nn.Parameter] | None) -> list
             if param is None or (wanted is not None and id(param) not in wanted):
                 continue
             full_name = join(fqn, name)
-            if isinstance(part, FlattenParamsWrapper) and name in part.flat_param_names:
-                raise ValueError(
-                    f"A parameter must be flattened once, but `{full_name}` belongs to another FlattenParamsWrapper. "
-                    "Pass a `param_list` without it."
-                )
-            if stepped_of(param) is not None:
-                raise ValueError(
-                    f"Parameters must be whole to be flattened, but `{full_name}` is a shard. Leave the units out of "
-                    "`param_list`; they flatten their parameters themselves."
-                )
+            require(
+                not isinstance(part, FlattenParamsWrapper) or name not in part.flat_param_names,
+                f"A parameter must be flattened once, but `{full_name}` belongs to another FlattenParamsWrapper. Pass "
+                "a `param_list` without it.",
+            )
+            require(
+                stepped_of(param) is None,
+                f"Parameters must be whole to be flattened, but `{full_name}` is a shard. Leave the units out of "
+                "`param_list`; they flatten their parameters themselves.",
+            )
             slots.setdefault(id(param), _Slot(full_name, param.shape)).owners.append((part, name))
-    if wanted is not None and (strangers := wanted.keys() - slots.keys()):
-        shapes = [tuple(wanted[key].shape) for key in strangers]
-        raise ValueError(f"`param_list` must hold parameters of the module, but some of shapes {shapes} are not.")
+    strangers = [] if wanted is None else [tuple(wanted[key].shape) for key in wanted.keys() - slots.keys()]
+    require(not strangers, f"`param_list` must hold parameters of the module, but some of shapes {strangers} are not.")
     return list(slots.values())
 
 
 def _check(lists: list[list[_Slot]]) -> None:
     """Raise if a parameter is in two of ``lists``, or if the parameters of one list cannot lie in one line."""
     seen: set[int] = set()
-    for slots in lists:
-        for slot in slots:
-            if id(slot.shown) in seen:
-                raise ValueError(f"Lists of parameters must not overlap, but `{slot.fqn}` is in two of them.")
-            seen.add(id(slot.shown))
-            for what in ("dtype", "device", "requires_grad"):
-                first, other = getattr(slots[0].shown, what), getattr(slot.shown, what)
-                if first != other:
-                    raise ValueError(
-                        f"Parameters must have one {what} to be flattened together, but `{slots[0].fqn}` has {first} "
-                        f"and `{slot.fqn}` has {other}. Flatten them in two wrappers, each with its `param_list`."
-                    )
+    for first, slot in ((slots[0], slot) for slots in lists for slot in slots):
+        require(
+            id(slot.shown) not in seen, f"Lists of parameters must not overlap, but `{slot.fqn}` is in two of them."
+        )
+        seen.add(id(slot.shown))
+        for what in ("dtype", "device", "requires_grad"):
+            wanted, found = getattr(first.shown, what), getattr(slot.shown, what)
+            require(
+                found == wanted,
+                f"Parameters must have one {what} to be flattened together, but `{first.fqn}` has {wanted} and "
+                f"`{slot.fqn}` has {found}. Flatten them in two wrappers, each with its `param_list`.",
+            )
 
 
 def _outside(name: str, prefix: str) -> str:

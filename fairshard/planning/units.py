@@ -15,13 +15,13 @@ from fairshard.params.slot import ParamSlot
 from fairshard.planning.choice import Chooser, ModuleTree
 from fairshard.planning.policies import wrapper_config
 from fairshard.planning.summary import FlatSizes, UnitRow, unit_lines, unit_row
-from fairshard.settings.config import Options, UnitConfig
-from fairshard.settings.fsdp1 import ShardingStrategy
-from fairshard.settings.resolve import resolve
+from fairshard.settings.config import Options, UnitConfig, resolve
+from fairshard.settings.fsdp import ShardingStrategy
 from fairshard.setup.ignored import renewed
-from fairshard.setup.lines import PlacementFn, SlotLines
+from fairshard.setup.lines import PlacementFn, placed_lines
 from fairshard.setup.origin import Ignored
 from fairshard.setup.sharding import check_not_sharded, collect_slots, group_slots
+from fairshard.setup.survey import Survey
 from fairshard.utils.layout import FlatLayout
 from fairshard.utils.nested import apply_to_tensors
 from fairshard.utils.placed_layout import RaggedLayout
@@ -57,8 +57,7 @@ class PlannedUnit:
             world_size = 1
         groups, self.slots = self.slots, []
         for group in groups:
-            found = SlotLines.placed(group, placement, world_size, lambda: loads)
-            for line in found.lines:
+            for line in placed_lines(group, placement, world_size, lambda: loads):
                 if line.layout is not None:
                     self.layouts[len(self.slots)] = line.layout
                 self.slots.append(line.slots)
@@ -105,7 +104,7 @@ class UnitPlan:
                 f"`auto_wrap_policy` needs a module without units, but `{wrapped}` is wrapped already. Leave the "
                 "policy out to wrap by hand, or do not wrap inner modules before."
             )
-        check_not_sharded(module, ignored)
+        check_not_sharded(Survey(module), ignored)
         config = self._config_with({})
         overrides: dict[nn.Module, dict[str, Any]] = {}
         self.apart: list[str] = []

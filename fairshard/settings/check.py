@@ -1,4 +1,4 @@
-"""Checks of single options, kept beside their defaults in the fields of dataclasses."""
+"""Checks of options: of one, kept beside its default in the field of a dataclass, and of several together."""
 
 from __future__ import annotations
 
@@ -16,27 +16,37 @@ _ELSEWHERE = {
     "reduce_dtype=...)` here.",
     "CPUOffload": "It is for FullyShardedDataParallel: pass `CPUOffloadPolicy()` here.",
 }
-
-
-def elsewhere(value: Any) -> str:
-    """The argument to pass in place of ``value``, if that is an option object of the other API; otherwise empty."""
-    return _ELSEWHERE.get(type(value).__name__, "")
+"""The argument to pass in place of an option object of the other API, by the name of its class."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a value must be, in ``words``: ``accepts(value)`` is true, or an ``error`` is raised that says ``how``."""
+    """What a value must be, in ``words``; otherwise an ``error`` is raised that says ``how``.
 
-    accepts: Callable[[Any], bool]
+    ``accepts``: types, of one of which it must be an instance, or a function of the value that must return True.
+    ``how`` may also be a function of the value.
+    """
+
+    accepts: type | tuple[type, ...] | Callable[[Any], object]
     words: str
     error: type[Exception] = TypeError
-    how: str = ""
+    how: str | Callable[[Any], str] = ""
 
     def __call__(self, name: str, value: Any) -> None:
         """Check the ``value`` of option ``name``."""
-        if not self.accepts(value):
-            how = elsewhere(value) or self.how
+        accepts: Any = self.accepts
+        if not (isinstance(value, accepts) if isinstance(accepts, (type, tuple)) else accepts(value)):
+            how = _ELSEWHERE.get(type(value).__name__) or (self.how(value) if callable(self.how) else self.how)
             raise self.error(f"`{name}` must be {self.words}, but is {value!r}.{' ' if how else ''}{how}")
+
+
+def require(holds: object, text: str, error: type[Exception] = ValueError) -> None:
+    """Raise ``error`` with ``text`` unless ``holds``: for what several arguments, or an argument and a module, must be.
+
+    ``text`` is made whether it is needed or not: for setup, not for passes.
+    """
+    if not holds:
+        raise error(text)
 
 
 def must(*checks: Check) -> dict[str, Any]:
@@ -45,10 +55,11 @@ def must(*checks: Check) -> dict[str, Any]:
 
 
 def check_fields(options: Any) -> None:
-    """Check every field of the dataclass ``options`` as its metadata says; for ``__post_init__``."""
+    """Check the fields of ``options`` that are not the defaults as their metadata says; for ``__post_init__``."""
     for one in fields(options):
-        for check in one.metadata.get("checks", ()):
-            check(one.name, getattr(options, one.name))
+        value = getattr(options, one.name)
+        for check in one.metadata.get("checks", ()) if value is not one.default else ():
+            check(one.name, value)
 
 
 def is_number(value: Any) -> bool:
@@ -56,10 +67,10 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-_BF16 = "Pass torch.bfloat16."
-FLAG = Check(lambda value: isinstance(value, bool), "True or False")
+_NONE, _BF16 = type(None), "Pass torch.bfloat16."
+FLAG = Check(bool, "True or False")
 CALLABLE = Check(callable, "callable")
 FUNCTION_OF_PARAMETER = Check(lambda value: value is None or callable(value), "a function of a parameter")
-FLAG_OR_NONE = Check(lambda value: value is None or isinstance(value, bool), "True, False or None")
-DTYPE = Check(lambda value: isinstance(value, (torch.dtype, type(None))), "a floating dtype or None", how=_BF16)
+FLAG_OR_NONE = Check((bool, _NONE), "True, False or None")
+DTYPE = Check((torch.dtype, _NONE), "a floating dtype or None", how=_BF16)
 FLOATING = Check(lambda value: value is None or value.is_floating_point, DTYPE.words, ValueError, _BF16)

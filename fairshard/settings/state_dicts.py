@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from fairshard.settings.check import require
+
 
 class StateDictType(Enum):
     """Form of a state dict."""
@@ -112,20 +114,21 @@ def _resolve(argument: str, config: Any, cls: Any, base: type, wanted: StateDict
     if config is None:
         return cls()
     names = {parent.__name__ for parent in type(config).__mro__}
-    if cls.__name__ not in names and type(config).__name__ != base.__name__:
-        raise RuntimeError(
-            f"`{argument}` must be a {cls.__name__} for {wanted.name}, but is {type(config).__name__}. Pass "
-            f"{cls.__name__}(...), or leave it out for the defaults."
-        )
+    require(
+        cls.__name__ in names or type(config).__name__ == base.__name__,
+        f"`{argument}` must be a {cls.__name__} for {wanted.name}, but is {type(config).__name__}. Pass "
+        f"{cls.__name__}(...), or leave it out for the defaults.",
+        RuntimeError,
+    )
     settings = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     settings["use_dtensor"] = getattr(config, "use_dtensor", getattr(config, "_use_dtensor", False))
-    if settings["use_dtensor"]:
-        raise RuntimeError(
-            f"`{argument}` must have use_dtensor=False, but has True: shards of FullyShardedDataParallel are runs of "
-            "flat parameters, which no DTensor placement describes. Its sharded values save and load with "
-            "torch.distributed.checkpoint as they are."
-        )
+    require(
+        not settings["use_dtensor"],
+        f"`{argument}` must have use_dtensor=False, but has True: shards of FullyShardedDataParallel are runs of flat "
+        "parameters, which no DTensor placement describes. Its sharded values save and load with "
+        "torch.distributed.checkpoint as they are.",
+        RuntimeError,
+    )
     unknown = settings.keys() - cls.__dataclass_fields__.keys()
-    if unknown:
-        raise RuntimeError(f"`{argument}` of type {cls.__name__} has no {', '.join(sorted(unknown))}.")
+    require(not unknown, f"`{argument}` of type {cls.__name__} has no {', '.join(sorted(unknown))}.", RuntimeError)
     return cls(**settings)

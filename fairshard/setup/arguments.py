@@ -9,6 +9,7 @@ from torch import nn
 
 from fairshard.engine.tree import unit_of, units_below
 from fairshard.engine.unit import Unit
+from fairshard.settings.check import require
 
 
 def check_module(model: Any) -> None:
@@ -17,8 +18,11 @@ def check_module(model: Any) -> None:
     Raises:
         TypeError: it is not.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` must be an nn.Module, but is {type(model).__name__}. Pass the model first.")
+    require(
+        isinstance(model, nn.Module),
+        f"`model` must be an nn.Module, but is {type(model).__name__}. Pass the model first.",
+        TypeError,
+    )
 
 
 def units_to(be_used: str, model: Any, cure: str) -> list[Unit]:
@@ -30,8 +34,8 @@ def units_to(be_used: str, model: Any, cure: str) -> list[Unit]:
     """
     check_module(model)
     units = [unit for _, unit in units_below(model)]
-    if not units:
-        raise ValueError(f"`model` must contain sharded modules {be_used}, but {type(model).__name__} has none. {cure}")
+    name = type(model).__name__
+    require(units, f"`model` must contain sharded modules {be_used}, but {name} has none. {cure}")
     return units
 
 
@@ -43,15 +47,17 @@ def units_of(
     Raises:
         Exception: an ``error``, if ``modules`` is not a list or contains something other than a ``kind``.
     """
-    if not isinstance(modules, (list, tuple)):
-        raise error(f"`modules` must be a list of {kind}, but is a {type(modules).__name__}.")
-    units = []
-    for module in modules:
-        unit = unit_of(module) if isinstance(module, nn.Module) else None
-        if unit is None:
-            raise error(
-                f"`modules` must be a list of {kind}, but holds {type(module).__name__}. Pass modules that were "
-                "sharded themselves: any other is gathered with the unit that contains it."
-            )
-        units.append(unit)
-    return tuple(units)
+    require(
+        isinstance(modules, (list, tuple)),
+        f"`modules` must be a list of {kind}, but is a {type(modules).__name__}.",
+        error,
+    )
+    found = [unit_of(module) if isinstance(module, nn.Module) else None for module in modules]
+    strangers = [type(module).__name__ for module, unit in zip(modules, found, strict=True) if unit is None]
+    require(
+        not strangers,
+        f"`modules` must be a list of {kind}, but holds {''.join(strangers[:1])}. Pass modules that were sharded "
+        "themselves: any other is gathered with the unit that contains it.",
+        error,
+    )
+    return tuple(unit for unit in found if unit is not None)

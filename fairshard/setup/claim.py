@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fairshard.checks.agreement import check_agreement, raise_together
 from fairshard.checks.leaf_writes import unpin
 from fairshard.checks.usage import assert_idle
 from fairshard.engine.root import Root
 from fairshard.engine.shared import Shared
-from fairshard.engine.tree import modules_of, unit_of, units_below, walk
+from fairshard.engine.tree import modules_of, named_units, unit_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, RanksDisagreeError
 from fairshard.params.gathered import KeptPart
-from fairshard.setup.late_changes import adopt_all_changes, connect
-from fairshard.setup.loads import forget_loads
-from fairshard.setup.naming import place
+from fairshard.setup.changes import adopt_all_changes, connect
+from fairshard.setup.origin import place
 from fairshard.setup.placement import check_host_memory, compute_device
 from fairshard.utils.collectives import Communicator, Communicators
 from fairshard.utils.graph_breaks import untraced
@@ -40,14 +42,15 @@ def claim(module: nn.Module) -> Root:
         FairshardError: parameters have no memory, or were added or replaced; if only on some ranks, a
             `RanksDisagreeError` on all.
     """
-    found = units_below(module)
-    before = dict.fromkeys(unit.root for _, unit in found if unit.root is not None)
+    parts = list(walk(module))
+    found = named_units(parts)
+    units = [unit for _, unit in found]
+    before = dict.fromkeys(unit.root for unit in units if unit.root is not None)
     for old in before:
         assert_idle(old, "forward of an outer unit")
     for fqn, unit in found:
         unpin(unit)
         place(unit, fqn)
-    units = [unit for _, unit in found]
     refused = None
     try:
         adopt_all_changes(module, units)
@@ -63,7 +66,7 @@ def claim(module: nn.Module) -> Root:
     if refused is not None and device.type == "meta":
         raise refused
     for unit in units:
-        forget_loads(comms[unit].shard.group)
+        unit.groups.forget_loads()
     # The outermost unit's groups, which join the most ranks, are last: they pass on what inner ones have found.
     shared = [comm for own in reversed(dict.fromkeys(comms.values())) for comm in (own.shard, own.replicas)]
     distinct = list(dict.fromkeys(comm for comm in shared if comm is not None))
@@ -81,7 +84,7 @@ def claim(module: nn.Module) -> Root:
         units[0].origin.observers(units, distinct),
     )
     own_modules: dict[Unit, list[nn.Module]] = {unit: [] for unit in units}
-    for _, part in walk(module):
+    for _, part in parts:
         if (owner := unit_of(part)) is not None:
             own_modules[owner] += modules_of(part)
     with all_or_none(units):
@@ -114,11 +117,12 @@ def _move_passes(before: Iterable[Root], root: Root) -> None:
         root.record.add(one, one.place)
 
 
-def check_complete(module: nn.Module, root: Root) -> None:
-    """Check that no unit in ``module``, of the model of ``root``, has joined another model since.
+def check_place(module: nn.Module, root: Root, called: Unit) -> None:
+    """Check where ``called``, the unit of ``module`` in the model of ``root``, is when a pass begins with it.
 
     Raises:
-        ValueError: one has.
+        ValueError: a unit in ``module`` has joined another model since; or ``called`` is in a DistributedDataParallel,
+            now in its forward, over ranks that share a unit, which would average different parts of the parameters.
     """
     gone = next((unit for unit in root.units if unit.root is not root), None)
     if gone is not None and any(unit is gone for _, unit in units_below(module)):
@@ -128,6 +132,18 @@ def check_complete(module: nn.Module, root: Root) -> None:
             "gradients of both; or make both ignore the shared part (`ignored_modules`, or `ignored_params` of "
             "fully_shard), which every rank then keeps whole."
         )
+    ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    units = [] if ddp is None else [unit for _, unit in units_below(ddp.module)]
+    for unit in units if called in units else ():
+        group, ranks = unit.groups.shard.group, dist.get_process_group_ranks(ddp.process_group)
+        shared = [] if group is None else sorted({*ranks}.intersection(dist.get_process_group_ranks(group)))
+        if len(shared) > 1:
+            raise ValueError(
+                "DistributedDataParallel must be given other ranks than those that a unit is sharded over, but unit "
+                f"`{unit.fqn or 'root'}` is sharded over its ranks {shared}: it averages different parts of the "
+                "parameters. Leave DistributedDataParallel out, because gradients of shards are averaged already. For "
+                "replicas of a sharded model, use hybrid sharding."
+            )
 
 
 def _check_settings(units: Sequence[Unit]) -> None:
@@ -137,14 +153,13 @@ def _check_settings(units: Sequence[Unit]) -> None:
         ValueError: an inner unit has a different ``order_check`` or ``nan_check``.
     """
     outer = units[0]
-    for unit in units:
-        for name in ("order_check", "nan_check"):
-            wanted, found = getattr(outer.config, name), getattr(unit.config, name)
-            if found != wanted:
-                raise ValueError(
-                    f"`{name}` must be the same in all wrappers of a model, but is {found!r} in unit `{unit.fqn}` and "
-                    f"{wanted!r} in `{outer.fqn or 'root'}`, the outermost. Pass the same value to both."
-                )
+    for unit, name in product(units, ("order_check", "nan_check")):
+        wanted, found = getattr(outer.config, name), getattr(unit.config, name)
+        if found != wanted:
+            raise ValueError(
+                f"`{name}` must be the same in all wrappers of a model, but is {found!r} in unit `{unit.fqn}` and "
+                f"{wanted!r} in `{outer.fqn or 'root'}`, the outermost. Pass the same value to both."
+            )
 
 
 def _check_pairs(units: Sequence[Unit]) -> None:
@@ -156,10 +171,10 @@ def _check_pairs(units: Sequence[Unit]) -> None:
     wanted = units[0].groups.spanning()
     for unit in units if any(unit.groups.is_pair for unit in units) else ():
         own = unit.groups.spanning()
+        ranks = [list(map(dist.get_process_group_ranks, each)) for each in (own, wanted)]
         if own != wanted:
-            ranks = [list(map(dist.get_process_group_ranks, each)) for each in (own, wanted)]
             raise ValueError(
-                "If one unit of a model uses hybrid sharding, all units must share its pair of groups, but those of "
+                f"If one unit of a model uses hybrid sharding, all units must share its pair of groups, but those of "
                 f"`{unit.fqn}` have the ranks {ranks[0]}, and those of `{units[0].fqn or 'root'}` {ranks[1]}. Pass the "
                 "same `process_group` tuple, or the same `device_mesh`, to both (two calls of `init_device_mesh` make "
                 "different groups); modules of `fully_shard` may differ in `mesh`."

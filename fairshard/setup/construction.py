@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fairshard.checks.agreement import check_same, raise_together
 from fairshard.checks.leaf_writes import LeafWrites
@@ -20,17 +21,17 @@ from fairshard.checks.usage import UsageCheck
 from fairshard.checks.values_check import ValuesCheck
 from fairshard.checks.watchdog import watch
 from fairshard.engine.observer import Observer
-from fairshard.engine.tree import units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
-from fairshard.settings.check import FLAG, Check
-from fairshard.setup.materialize import OwnTensors
+from fairshard.settings.check import FLAG, Check, require
 from fairshard.setup.origin import Ignored, Origin
+from fairshard.setup.survey import Survey
 from fairshard.utils.collectives import Communicator
 from fairshard.utils.device import check_supported, current_device, default_device_type, device_count
 from fairshard.utils.dtensors import memory_of
 from fairshard.utils.groups import communicates, communicator
 from fairshard.utils.messages import broadcast_tensors
+from fairshard.utils.names import join
 from fairshard.utils.parallel import validate_process_group
 from fairshard.utils.streams import is_asynchronous
 from fairshard.utils.subclasses import inner_tensors
@@ -78,13 +79,15 @@ def resolve_construction(
     FLAG("sync_module_states", sync_module_states)
     device = _device_of("device_id", device_id)
     other = _device_of("compute_device", compute_device)
-    if None not in (device, other) and device != other:
-        raise ValueError(f"`device_id` and `compute_device` must not differ, but are {device} and {other}. Pass one.")
+    require(
+        None in (device, other) or device == other,
+        f"`device_id` and `compute_device` must not differ, but are {device} and {other}. Pass one.",
+    )
     return Construction(param_init_fn, device or other, device is not None, sync_module_states)
 
 
-def make_ready(module: nn.Module, how: Construction, ignored: Ignored, groups: list[ProcessGroup]) -> Origin:
-    """Give ``module`` memory and values, on all ranks of ``groups``, one group after the other.
+def make_ready(survey: Survey, how: Construction, ignored: Ignored, groups: list[ProcessGroup]) -> Origin:
+    """Give the module of ``survey`` memory and values, on all ranks of ``groups``, one group after the other.
 
     Parameters with values stay where they are, so that a module larger than the device can be cut on the host.
     **Collective** with ``sync_module_states``; an error on one rank is then raised on all.
@@ -96,23 +99,29 @@ def make_ready(module: nn.Module, how: Construction, ignored: Ignored, groups: l
         RanksDisagreeError: tensors to broadcast do not have the same names and shapes on all ranks.
     """
     watch()  # every rank builds a model; later only some may call a collective
-    own = OwnTensors(module, ignored)
+    own = OwnTensors(survey, ignored)
     sums: dict[str, Tensor] = {}
     if how.sync_module_states:
         device = _sync(own, how, groups)
-        _warn_unsynced(module)
+        unsynced = next((fqn for fqn, unit in survey.units if unit.origin.sums), None)
+        if unsynced is not None:
+            warnings.warn(
+                f"`sync_module_states=True` has no effect on the inner unit `{unsynced}`, which was already cut from "
+                "each rank's own values. Pass it to every wrapper.",
+                stacklevel=level_of_user(),
+            )
     else:
         device = _initialize(own, how, groups, has_values=True)
         if any(group.size() > 1 for group in groups):
             sums = {fqn: _checksum(param) for fqn, param in own.params.items() if not param.is_meta}
     if how.device is not None and not own.on_meta:
         own.move_buffers(device)
-    places = _places_of(own.ignored, module)
+    places = _places_of(own.ignored, survey)
     return Origin(device, own.ignored, how.device is not None, how.moves_inputs, sums, _observers, places)
 
 
-def _places_of(ignored: Ignored, module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where ``module`` holds ignored parameters, and modules that are ignored or whose parameters all are."""
+def _places_of(ignored: Ignored, survey: Survey) -> list[tuple[nn.Module, str]]:
+    """Where ignored parameters are held, and modules that are ignored or whose parameters all are."""
     ids = ignored.ids
 
     def is_ignored(item: nn.Module) -> bool:
@@ -120,7 +129,7 @@ def _places_of(ignored: Ignored, module: nn.Module) -> list[tuple[nn.Module, str
         return id(item) in ids or (bool(params) and ids.issuperset(params))
 
     found = []
-    for _, part in walk(module) if ids else ():
+    for _, part in survey.parts if ids else ():
         found += [(part, name) for name, param in part._parameters.items() if id(param) in ids]
         found += [(part, name) for name, inner in part._modules.items() if inner is not None and is_ignored(inner)]
     return found
@@ -151,17 +160,6 @@ def _sync(own: OwnTensors, how: Construction, groups: list[ProcessGroup]) -> tor
     return device
 
 
-def _warn_unsynced(module: nn.Module) -> None:
-    for fqn, unit in units_below(module):
-        if unit.origin.sums:
-            warnings.warn(
-                f"`sync_module_states=True` has no effect on the inner unit `{fqn}`, which was already cut from each "
-                "rank's own values. Pass it to every wrapper.",
-                stacklevel=level_of_user(),
-            )
-            return
-
-
 def _checksum(param: nn.Parameter) -> Tensor:
     """0-d int64: the sum of the bit patterns, each times its place, so that their order counts."""
     total = torch.zeros((), dtype=torch.int64, device=param.device)
@@ -185,16 +183,14 @@ def _device_of(name: str, given: Any) -> torch.device | None:
             f'`{name}` must name a device, but is {given!r}. Pass "cpu", "cuda:0", a torch.device or the number of an '
             "accelerator."
         ) from error
-    if device.type == "meta":
-        raise ValueError(f"`{name}` must be a device with memory, but is {device}.")
+    require(device.type != "meta", f"`{name}` must be a device with memory, but is {device}.")
     check_supported(device)
-    count = device_count(device.type)
-    if (isinstance(given, int) or is_asynchronous(device)) and (device.index or 0) >= count:
-        kind = "" if isinstance(given, int) else f" of type {device.type}"
-        raise ValueError(
-            f"`{name}` must be an existing device, but is {given}, and this process sees {count} accelerators{kind}. "
-            "Leave it out to compute on the CPU."
-        )
+    is_numbered, count = isinstance(given, int), device_count(device.type)
+    require(
+        (device.index or 0) < count or not (is_numbered or is_asynchronous(device)),
+        f"`{name}` must be an existing device, but is {given}, and this process sees {count} accelerators"
+        f"{'' if is_numbered else f' of type {device.type}'}. Leave it out to compute on the CPU.",
+    )
     if is_asynchronous(device) and device.index is None:
         device = current_device()
         warnings.warn(
@@ -216,20 +212,21 @@ def _home(own: OwnTensors, wanted: torch.device | None, group: ProcessGroup) -> 
     cpu = torch.device("cpu")
     if wanted is not None:
         for device, fqn in devices.items():
-            if device not in (cpu, wanted):
-                raise ValueError(
-                    f"A module must be on the CPU or on the requested device, {wanted}, but `{fqn}` is on {device}. "
-                    "Move it there, or pass that device; `fully_shard` computes on the current one, which "
-                    "`torch.accelerator.set_device_index` chooses."
-                )
+            require(
+                device in (cpu, wanted),
+                f"A module must be on the CPU or on the requested device, {wanted}, but `{fqn}` is on {device}. Move "
+                "it there, or pass that device; `fully_shard` computes on the current one, which "
+                "`torch.accelerator.set_device_index` chooses.",
+            )
         return wanted
-    if len(devices) > 1:
-        places = " and ".join(f"`{fqn}` on {device}" for device, fqn in list(devices.items())[:2])
-        raise FairshardError(
-            f"The parameters of a unit must be on one device, but there are {places}. Move the module, or pass "
-            "`device_id` to move it."
-        )
-    inner: list[torch.device] = [unit.origin.device for _, unit in units_below(own.module)]
+    require(
+        len(devices) <= 1,
+        "The parameters of a unit must be on one device, but there are "
+        f"{' and '.join(f'`{fqn}` on {device}' for device, fqn in list(devices.items())[:2])}. Move the module, or "
+        "pass `device_id` to move it.",
+        FairshardError,
+    )
+    inner: list[torch.device] = [unit.origin.device for _, unit in own.survey.units]
     if devices or inner:
         return next(iter([*devices, *inner]))
     if own.on_meta and default_device_type() != "cpu" and communicates(group, current_device()):
@@ -247,3 +244,185 @@ def _observers(units: list[Unit], comms: Sequence[Communicator]) -> list[Observe
         NanCheck(units, comms),
         ProfileStart(units),
     ]
+
+
+# ---- tensors on the meta device
+
+# Meta tensors that have been replaced, and the names of their replacements: another module that shares the parameter
+# may still hold the meta tensor.
+_gone: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+_UNWRITTEN = 0xA5  # value of each byte that `reset_parameters` has not written
+
+
+class _Held(NamedTuple):
+    """A parameter or buffer ``value``: ``name`` of module ``part``, called ``fqn`` in the model."""
+
+    fqn: str
+    part: nn.Module
+    name: str
+    value: Tensor
+
+
+class OwnTensors:
+    """The parameters and buffers of a surveyed module that are neither in a unit nor in ``ignored``.
+
+    Invariant: a parameter with several owners is one object, before and after `materialize`.
+    """
+
+    def __init__(self, survey: Survey, ignored: Ignored) -> None:
+        self.survey, self.ignored = survey, ignored
+        self._modules = survey.own({id(part) for part in ignored.modules})
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Each parameter and buffer once, under its first name."""
+        found: dict[int, _Held] = {}
+        for held in self._held():
+            found.setdefault(id(held.value), held)
+        ignored = self.ignored.ids
+        return {held.fqn: held.value for key, held in found.items() if key not in ignored}
+
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        """Each parameter once, under its first name."""
+        return {fqn: value for fqn, value in self.tensors.items() if isinstance(value, nn.Parameter)}
+
+    @property
+    def on_meta(self) -> list[str]:
+        """The names of tensors without memory."""
+        return [fqn for fqn, value in self.tensors.items() if value.is_meta]
+
+    def move_buffers(self, device: torch.device) -> None:
+        """Move buffers to ``device``; a buffer that several modules share stays one object."""
+        moved: dict[int, Tensor] = {}
+        for _, part in self._modules:
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    part._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+
+    def materialize(self, init: Callable[[nn.Module], Any] | None, device: torch.device, has_values: bool) -> None:
+        """Allocate meta tensors on ``device``, and initialise them with ``init`` or ``reset_parameters``.
+
+        Without ``has_values`` the values arrive later, from another rank.
+
+        Raises:
+            ValueError: a module has no ``reset_parameters``, or it left a tensor unwritten; ``init`` left a tensor on
+                the meta device; or a module shares a parameter with a unit that was also on the meta device.
+        """
+        ignored, every = self.ignored.ids, self._held()
+        for held in every:
+            if held.value.is_meta and held.value in _gone:
+                raise ValueError(
+                    f"A parameter must belong to one unit, but `{held.fqn}` is shared with `{_gone[held.value]}` of a "
+                    "unit that is sharded already. Make the two modules one unit, or make neither a unit of its own."
+                )
+        due = {id(held.value) for held in every if held.value.is_meta and id(held.value) not in ignored}
+        if not due:
+            return
+        owners: dict[int, list[_Held]] = {}
+        for held in every:
+            owners.setdefault(id(held.value), []).append(held)
+        waiting = [(fqn, part) for fqn, part in self._modules if not due.isdisjoint(map(id, _values(part)))]
+        with torch.no_grad():
+            if init is not None:
+                for _, part in sorted(waiting, key=_depth):  # outer ones first: they may empty their children
+                    init(part)
+                self._tie(owners)
+                self.survey.look()
+            else:
+                self._reset(waiting, due, device, owners, has_values)
+        left = self.on_meta
+        require(
+            not left,
+            "`param_init_fn` must give memory to all parameters and buffers of the module it is called with, but "
+            f"`{next(iter(left), '')}` is still on the meta device. Let it begin with "
+            "`module.to_empty(device=..., recurse=False)`.",
+        )
+
+    # ---- private
+
+    def _held(self) -> list[_Held]:
+        """Every parameter and buffer of every module, ignored ones too."""
+        every = [(fqn, part, *item) for fqn, part in self._modules for item in _named(part).items()]
+        return [_Held(join(fqn, name), part, name, value) for fqn, part, name, value in every]
+
+    def _reset(
+        self,
+        waiting: list[tuple[str, nn.Module]],
+        due: set[int],
+        device: torch.device,
+        owners: dict[int, list[_Held]],
+        has_values: bool,
+    ) -> None:
+        """Empty the modules ``waiting``, and call their ``reset_parameters`` if their values do not arrive later."""
+        names = {id(part): f"`{fqn or 'the module that is wrapped'}` ({type(part).__name__})" for fqn, part in waiting}
+        for _, part in waiting if has_values else ():
+            require(
+                callable(getattr(part, "reset_parameters", None)),
+                f"A module on the meta device must have `reset_parameters()` to be initialised, but {names[id(part)]} "
+                "has none. Pass `param_init_fn`, or wrap a module that has values.",
+            )
+        for _, part in waiting:
+            _empty(part, due, device)
+        self._tie(owners)
+        for _, part in waiting if has_values else ():
+            part.reset_parameters()  # type: ignore[operator]
+        for _, part in waiting if has_values else ():
+            left = next((name for name, value in _named(part).items() if _is_unwritten(value)), None)
+            require(
+                left is None,
+                "`reset_parameters()` must give values to all parameters and buffers of a module on the meta device, "
+                f"but that of {names[id(part)]} has not written `{left}`. Initialize it there as well, or pass "
+                "`param_init_fn`.",
+            )
+
+    def _tie(self, owners: dict[int, list[_Held]]) -> None:
+        """Share tensors among modules as before, and record the tensors that were replaced."""
+        new: dict[int, nn.Parameter] = {}
+        for key, (first, *others) in owners.items():
+            value = getattr(first.part, first.name)
+            for other in others:
+                if getattr(other.part, other.name) is not value:
+                    setattr(other.part, other.name, value)
+            if value is not first.value and isinstance(first.value, nn.Parameter):
+                new[key] = value
+                _gone[first.value] = first.fqn
+        self.ignored = self.ignored.replaced(new)
+
+
+def _named(part: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of ``part`` itself."""
+    every = {**part._parameters, **part._buffers}
+    return {name: value for name, value in every.items() if value is not None}
+
+
+def _values(part: nn.Module) -> list[Tensor]:
+    return list(_named(part).values())
+
+
+def _empty(part: nn.Module, due: set[int], device: torch.device) -> None:
+    """Like ``part.to_empty``, but only for the tensors ``due``; marks the new memory as unwritten."""
+    kept = {name: value for name, value in _named(part).items() if id(value) not in due}
+    for name in kept:
+        setattr(part, name, None)
+    part.to_empty(device=device, recurse=False)
+    for value in _values(part):
+        _bytes_of(value).fill_(_UNWRITTEN)
+    for name, value in kept.items():
+        setattr(part, name, value)
+
+
+def _bytes_of(value: Tensor) -> Tensor:
+    """The memory of ``value`` as 1-D uint8; empty for tensors that are not strided."""
+    line = torch.empty(0, dtype=torch.uint8, device=value.device)
+    return line.set_(value.untyped_storage()) if value.layout is torch.strided else line
+
+
+def _is_unwritten(value: Tensor) -> bool:
+    line = None if value.is_meta else _bytes_of(value)
+    return line is not None and all(len(run) and bool((run == _UNWRITTEN).all()) for run in (line[:64], line))
+
+
+def _depth(named: tuple[str, nn.Module]) -> int:
+    return len(named[0].split(".")) if named[0] else 0

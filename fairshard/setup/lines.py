@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fairshard.params.slot import ParamSlot
-from fairshard.settings.check import FUNCTION_OF_PARAMETER
+from fairshard.settings.check import FUNCTION_OF_PARAMETER, require
 from fairshard.settings.placements import Owned, RowBlocks
 from fairshard.utils.owners import balanced_owners
 from fairshard.utils.placed_layout import OwnedLayout, RaggedLayout
@@ -27,49 +27,43 @@ class SlotLine:
     layout: RaggedLayout | None
 
 
-@dataclass(frozen=True)
-class SlotLines:
-    """The ``lines`` of some parameters."""
+def lines_of(
+    places: Mapping[ParamSlot, RowBlocks | Owned], world_size: int, loads: Callable[[], list[int]]
+) -> list[SlotLine]:
+    """Lines on ``world_size`` ranks for parameters and their placements: by blocks first, then that of owners.
 
-    lines: list[SlotLine]
+    ``loads`` returns the bytes that each rank owns before; see `UnitGroups.loads`.
+    """
+    owned = [slot for slot, place in places.items() if isinstance(place, Owned) and world_size > 1]
+    slots = [slot for slot in places if slot not in owned]
+    sizes = tuple(Blocks(_block_of(slot, places[slot]), slot.numel) for slot in slots)
+    lines = []
+    for line in plan_blocks(sizes, world_size) if sizes else ():
+        own = [slots[index] for index in line.members]
+        layout = RaggedLayout([slot.numel for slot in own], line.offsets, line.width, world_size)
+        lines.append(SlotLine(own, layout))
+    if owned:
+        ranks = [place.rank for place in places.values() if isinstance(place, Owned)]
+        owners = balanced_owners([slot.leaf.nbytes for slot in owned], world_size, ranks, loads())
+        lines.append(SlotLine(owned, OwnedLayout([slot.numel for slot in owned], owners, world_size)))
+    return lines
 
-    @staticmethod
-    def of(places: Mapping[ParamSlot, RowBlocks | Owned], world_size: int, loads: Callable[[], list[int]]) -> SlotLines:
-        """Lines on ``world_size`` ranks for parameters and their placements: by blocks first, then that of owners.
 
-        ``loads`` returns the bytes that each rank owns before; see ``loads.py``.
-        """
-        owned = [slot for slot, place in places.items() if isinstance(place, Owned) and world_size > 1]
-        slots = [slot for slot in places if slot not in owned]
-        sizes = tuple(Blocks(_block_of(slot, places[slot]), slot.numel) for slot in slots)
-        lines = []
-        for line in plan_blocks(sizes, world_size) if sizes else ():
-            own = [slots[index] for index in line.members]
-            layout = RaggedLayout([slot.numel for slot in own], line.offsets, line.width, world_size)
-            lines.append(SlotLine(own, layout))
-        if owned:
-            ranks = [place.rank for place in places.values() if isinstance(place, Owned)]
-            owners = balanced_owners([slot.leaf.nbytes for slot in owned], world_size, ranks, loads())
-            lines.append(SlotLine(owned, OwnedLayout([slot.numel for slot in owned], owners, world_size)))
-        return SlotLines(lines)
+def placed_lines(
+    slots: Sequence[ParamSlot], placement: PlacementFn | None, world_size: int, loads: Callable[[], list[int]]
+) -> list[SlotLine]:
+    """A line of the parameters of ``slots`` that may be cut anywhere, if any, then those of the others.
 
-    @staticmethod
-    def placed(
-        slots: Sequence[ParamSlot], placement: PlacementFn | None, world_size: int, loads: Callable[[], list[int]]
-    ) -> SlotLines:
-        """A line of the parameters of ``slots`` that may be cut anywhere, if any, then those of the others.
+    ``loads``: see `lines_of`.
 
-        ``loads``: see `of`.
-
-        Raises:
-            TypeError: ``placement`` returned something else than a `RowBlocks`, an `Owned` or None.
-            ValueError: an owner is no rank.
-        """
-        every = {} if placement is None else {slot: _place_of(slot, placement, world_size) for slot in slots}
-        places = {slot: place for slot, place in every.items() if place is not None}
-        rest = [slot for slot in slots if slot not in places]
-        found = SlotLines.of(places, world_size, loads) if places else SlotLines([])
-        return SlotLines([SlotLine(rest, None), *found.lines]) if rest else found
+    Raises:
+        TypeError: ``placement`` returned something else than a `RowBlocks`, an `Owned` or None.
+        ValueError: an owner is no rank.
+    """
+    every = {} if placement is None else {slot: _place_of(slot, placement, world_size) for slot in slots}
+    places = {slot: place for slot, place in every.items() if place is not None}
+    rest = [slot for slot in slots if slot not in places]
+    return [*([SlotLine(rest, None)] if rest else []), *(lines_of(places, world_size, loads) if places else [])]
 
 
 def check_placement(placement: PlacementFn | None, use_orig_params: bool) -> None:
@@ -80,11 +74,11 @@ def check_placement(placement: PlacementFn | None, use_orig_params: bool) -> Non
         ValueError: parameters that are placed by blocks would not be registered one by one.
     """
     FUNCTION_OF_PARAMETER("placement_fn", placement)
-    if placement is not None and not use_orig_params:
-        raise ValueError(
-            "`use_orig_params` must be True with `placement_fn`, because one flat parameter has no blocks, but is "
-            "False. Pass True."
-        )
+    require(
+        placement is None or use_orig_params,
+        "`use_orig_params` must be True with `placement_fn`, because one flat parameter has no blocks, but is False. "
+        "Pass True.",
+    )
 
 
 def check_owner(place: Owned, fqn: str, world_size: int) -> None:
@@ -93,11 +87,11 @@ def check_owner(place: Owned, fqn: str, world_size: int) -> None:
     Raises:
         ValueError: it is not below ``world_size``.
     """
-    if place.rank is not None and place.rank >= world_size:
-        raise ValueError(
-            f"`Owned(rank)` must be one of the {world_size} ranks that shard a parameter, from 0 to {world_size - 1}, "
-            f"but is {place.rank} for `{fqn}`. Leave it out to let the planner choose an owner."
-        )
+    require(
+        place.rank is None or place.rank < world_size,
+        f"`Owned(rank)` must be one of the {world_size} ranks that shard a parameter, from 0 to {world_size - 1}, but "
+        f"is {place.rank} for `{fqn}`. Leave it out to let the planner choose an owner.",
+    )
 
 
 def _place_of(slot: ParamSlot, placement: PlacementFn, world_size: int) -> RowBlocks | Owned | None:
@@ -105,11 +99,12 @@ def _place_of(slot: ParamSlot, placement: PlacementFn, world_size: int) -> RowBl
     found = placement(slot.leaf) if slot.shape else None
     if isinstance(found, Owned):
         check_owner(found, slot.fqn, world_size)
-    elif found is not None and not isinstance(found, RowBlocks):
-        raise TypeError(
-            f"`placement_fn` must return a RowBlocks, an Owned or None, but returned {found!r} for `{slot.fqn}`. "
-            "Return None for the default placement."
-        )
+    require(
+        found is None or isinstance(found, (RowBlocks, Owned)),
+        f"`placement_fn` must return a RowBlocks, an Owned or None, but returned {found!r} for `{slot.fqn}`. Return "
+        "None for the default placement.",
+        TypeError,
+    )
     return found
 
 

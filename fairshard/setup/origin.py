@@ -1,4 +1,4 @@
-"""The module that a unit was made from, and the tensors that it must ignore."""
+"""The module that a unit was made from, the tensors that it must ignore, and its name in the whole model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fairshard.engine.observer import Observer
+from fairshard.engine.unit import Unit
 from fairshard.params.flat_param import FlatParam
+from fairshard.utils.names import join
 from fairshard.utils.nested import apply_to_tensors
 
 
@@ -68,11 +70,6 @@ class Origin:
         """Whether a shard was written to after `note_cut`."""
         return self._versions != _counters_of(flat_params)
 
-    @property
-    def trains_ignored(self) -> bool:
-        """Whether a backward computes gradients that the unit does not see."""
-        return any(param.requires_grad for param in self.ignored.params)
-
     def without_ignored(self, modules: list[nn.Module]) -> list[nn.Module]:
         """Those of ``modules`` that are not ignored."""
         ignored = self.ignored.ids
@@ -88,3 +85,25 @@ def move_inputs(inputs: Any, device: torch.device) -> Any:
     To the CPU it waits: operators there do not wait for a copy.
     """
     return apply_to_tensors(lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"), inputs)
+
+
+def place(unit: Unit, fqn: str) -> None:
+    """Give ``unit`` the name ``fqn`` that it has in the whole model, and rename its parameters to match."""
+    if fqn != unit.fqn:
+        for flat_param in unit.flat_params:
+            flat_param.name = renamed(flat_param.name, unit.fqn, fqn)
+            for slot in flat_param.slots:
+                slot.fqn = renamed(slot.fqn, unit.fqn, fqn)
+                if slot.placeholder is not None:
+                    slot.placeholder.fqn = slot.fqn
+    unit.fqn = fqn
+
+
+def renamed(name: str, before: str, after: str) -> str:
+    """``name``, inside a unit called ``before``, after the unit is renamed to ``after``."""
+    for old, new in zip(before.split(", "), after.split(", "), strict=False):
+        if not old:
+            return join(new, name)
+        if name.startswith(f"{old}."):
+            return join(new, name[len(old) + 1 :])
+    return name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -10,21 +11,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from fairshard.engine.tree import unit_of, units_below, walk
+from fairshard.engine.tree import unit_of
 from fairshard.params.dtensor_slot import DTensorSlot, new_slot
 from fairshard.params.extended_slot import ExtendedSlot
 from fairshard.params.flat_param import FlatParam
 from fairshard.params.placeholder import ShardedParameter
 from fairshard.params.shown import ShownShard
 from fairshard.params.slot import ParamSlot, slot_of
+from fairshard.settings.check import require
 from fairshard.settings.config import UnitConfig
-from fairshard.settings.data_mesh import DataMesh
+from fairshard.settings.groups import UnitGroups
+from fairshard.settings.mesh import DataMesh
 from fairshard.settings.placements import Owned, RowBlocks
 from fairshard.setup.guard import guard_modules, guard_of
-from fairshard.setup.lines import PlacementFn, SlotLines
-from fairshard.setup.naming import place
+from fairshard.setup.lines import PlacementFn, lines_of, placed_lines
 from fairshard.setup.origin import Ignored, Origin
-from fairshard.setup.shared_memory import check_memory
+from fairshard.setup.survey import Survey
 from fairshard.utils.names import join
 from fairshard.utils.storage import set_data
 from fairshard.utils.subclasses import POST, PRE, check_extended, is_extended, is_wrapper, refuse_wrapper
@@ -45,32 +47,30 @@ _OTHER_ENGINES = (
 
 
 def shard_parameters(
-    module: nn.Module,
+    survey: Survey,
     config: UnitConfig,
-    rank: int,
-    world_size: int,
+    groups: UnitGroups,
     origin: Origin,
     placement: PlacementFn | None,
-    loads: Callable[[], list[int]],
 ) -> list[FlatParam]:
     """Cut all parameters that are neither in inner units nor in ``origin.ignored``; the originals become empty leaves.
 
     Parameters are cut where they are: only the shard of a CPU parameter is copied to ``origin.device``.
 
     No communication: every rank cuts its span out of the values it holds. A parameter with several names occurs once.
-    Parameters for which ``placement`` returns a `RowBlocks` or an `Owned` have lines of their own; ``loads``: see
-    `SlotLines.of`.
+    Parameters for which ``placement`` returns a `RowBlocks` or an `Owned` have lines of their own.
 
     Raises:
         TypeError: a parameter's dtype cannot be sharded, or ``placement`` returned something else.
         ValueError: a parameter is sharded already, or shared with an inner unit.
     """
-    slots = _slots_in(module, origin)
+    slots = _slots_in(survey, origin)
     for slot in slots:
         config.check_param_dtype(slot.leaf.dtype, slot.fqn)
     flat_params: list[FlatParam] = []
-    groups = [SlotLines.placed(group, placement, world_size, loads).lines for group in group_slots(slots, config)]
-    for placed in (line for lines in groups for line in lines):
+    rank, world_size = groups.shard.rank, groups.shard.world_size
+    lines = [placed_lines(group, placement, world_size, groups.loads) for group in group_slots(slots, config)]
+    for placed in chain(*lines):
         group = placed.slots
         name = f"flat_param_{len(flat_params)}" if config.flatten_parameters else group[0].fqn
         shapes = [slot.shape for slot in group]
@@ -94,13 +94,10 @@ def shard_parameters(
     return flat_params
 
 
-def _slots_in(module: nn.Module, origin: Origin) -> list[ParamSlot]:
-    """The parameters of ``module`` that no inner unit has; inner units get the names that they have in ``module``."""
-    inner: list[FlatParam] = []
-    for fqn, unit in units_below(module):
-        place(unit, fqn)  # messages name its parameters
-        inner += unit.flat_params
-    return collect_slots(walk(module), inner, origin.ignored.ids)
+def _slots_in(survey: Survey, origin: Origin) -> list[ParamSlot]:
+    """The parameters of ``survey`` that no inner unit has; inner units get the names that they have there."""
+    survey.place_units()  # messages name their parameters
+    return collect_slots(survey.parts, survey.flat_params, origin.ignored.ids)
 
 
 def _kind_of(config: UnitConfig, world_size: int) -> type[ShownShard]:
@@ -113,24 +110,24 @@ def _kind_of(config: UnitConfig, world_size: int) -> type[ShownShard]:
 
 
 def shard_rows(
-    module: nn.Module,
+    survey: Survey,
     config: UnitConfig,
+    groups: UnitGroups,
     data: DataMesh,
     origin: Origin,
     placement_of: Callable[[ParamSlot], int | RowBlocks | Owned],
-    loads: Callable[[], list[int]],
     policy: Any,
 ) -> list[FlatParam]:
     """Like `shard_parameters`, but cuts each parameter as ``placement_of(slot)`` says, over the ranks of ``data``.
 
     An integer is the dimension to cut. Parameters placed by blocks share lines, whose cuts fall between blocks, and so
-    do those that have owners; ``loads``: see `SlotLines.of`. A parameter without dimensions stays whole on every rank.
+    do those that have owners. A parameter without dimensions stays whole on every rank.
     A tensor subclass that defines what is gathered is told the user's mixed precision ``policy``.
 
     Raises:
         TypeError, ValueError: see `shard_parameters`.
     """
-    slots = _slots_in(module, origin)
+    slots = _slots_in(survey, origin)
     dims: dict[ParamSlot, int | None] = {}
     ragged: dict[ParamSlot, RowBlocks | Owned] = {}
     for slot in slots:
@@ -154,7 +151,7 @@ def shard_rows(
             shown = _shown(even, data, [dims[slot] for slot in even], config.master_on_cpu)
             flat_params.append(FlatParam(shown, shown.slots[0].fqn))
         places = {slot: ragged[slot] for slot in group if slot in ragged}
-        for line in SlotLines.of(places, data.num_shards, loads).lines:
+        for line in lines_of(places, data.num_shards, groups.loads):
             assert line.layout is not None
             unequal = ShownRagged(line.slots, data.mesh, line.layout, config.master_on_cpu)
             flat_params.append(FlatParam(unequal, unequal.slots[0].fqn))
@@ -178,29 +175,30 @@ def _shown(slots: list[ParamSlot], data: DataMesh, dims: list[int | None], on_cp
 
 def _check_plain(slot: ParamSlot, placement: RowBlocks | Owned) -> None:
     """Check that a parameter can be placed by blocks, or on one rank."""
-    if isinstance(slot, DTensorSlot) or is_extended(slot.leaf):
-        what = "is a DTensor already" if isinstance(slot, DTensorSlot) else "defines what is gathered"
-        raise ValueError(
-            f"A parameter placed by {type(placement).__name__} must be a plain tensor, but `{slot.fqn}`, a "
-            f"{type(slot.leaf).__name__}, {what}. Return None from `shard_placement_fn` for it."
-        )
+    is_dtensor = isinstance(slot, DTensorSlot)
+    require(
+        not is_dtensor and not is_extended(slot.leaf),
+        f"A parameter placed by {type(placement).__name__} must be a plain tensor, but `{slot.fqn}`, a "
+        f"{type(slot.leaf).__name__}, {'is a DTensor already' if is_dtensor else 'defines what is gathered'}. Return "
+        "None from `shard_placement_fn` for it.",
+    )
 
 
 def _check_extended(slot: ParamSlot, dim: int | None, config: UnitConfig, mesh: DeviceMesh) -> None:
     """Check that a parameter whose class defines what is gathered can be sharded as asked."""
     check_extended(slot.leaf, slot.fqn)
     what = f"`{slot.fqn}`, a {type(slot.leaf).__name__}, which defines what is gathered,"
-    if dim is None or (dim and mesh.size(mesh.ndim - 1) > 1):
-        raise ValueError(
-            f"A tensor subclass with `{PRE}` must be sharded along its first dimension, but {what} has shape "
-            f"{tuple(slot.shape)} and would be cut along {dim}. Return None from `shard_placement_fn` for it."
-        )
-    if not isinstance(config.reshard_after_forward, bool):
-        raise ValueError(
-            f"`reshard_after_forward` must be True or False for a tensor subclass with `{PRE}`, but is "
-            f"{config.reshard_after_forward} for the unit of {what} because its gathered form cannot be cut again. "
-            "Pass True or False."
-        )
+    require(
+        dim is not None and (not dim or mesh.size(mesh.ndim - 1) == 1),
+        f"A tensor subclass with `{PRE}` must be sharded along its first dimension, but {what} has shape "
+        f"{tuple(slot.shape)} and would be cut along {dim}. Return None from `shard_placement_fn` for it.",
+    )
+    require(
+        isinstance(config.reshard_after_forward, bool),
+        f"`reshard_after_forward` must be True or False for a tensor subclass with `{PRE}`, but is "
+        f"{config.reshard_after_forward} for the unit of {what} because its gathered form cannot be cut again. Pass "
+        "True or False.",
+    )
 
 
 def group_slots(slots: list[ParamSlot], config: UnitConfig) -> list[list[ParamSlot]]:
@@ -235,52 +233,44 @@ def collect_slots(
         for name, param in part._parameters.items():
             if param is None or id(param) in left_out:
                 continue
-            full_name = join(fqn, name)
-            other = slot_of(param)
+            full_name, other = join(fqn, name), slot_of(param)
             if other is not None:
-                if (part, name) in other.owners and id(param) not in leaves:
-                    raise ValueError(_outer_first(other.fqn))
-                raise ValueError(_of_two_units(full_name, other))
+                is_outer = (part, name) in other.owners and id(param) not in leaves
+                raise ValueError(_outer_first(other.fqn) if is_outer else _of_two_units(full_name, other))
             slots.setdefault(id(param), new_slot(param, full_name)).owners.append((part, name))
     found = list(slots.values())
-    check_memory(found)
+    _check_memory(found)
     return found
 
 
-def check_not_sharded(module: nn.Module, ignored: Ignored, data: DataMesh | None = None) -> None:
-    """Raise if another engine has sharded something in ``module`` that is not ``ignored``, or a parameter is lazy.
+def check_not_sharded(survey: Survey, ignored: Ignored, data: DataMesh | None = None) -> None:
+    """Raise if another engine has sharded something in ``survey`` that is not ``ignored``, or a parameter is lazy.
 
-    All units in ``module`` must come from `fully_shard`, which passes its ``data``, or all from the wrapper.
+    All units must come from `fully_shard`, which passes its ``data``, or all from the wrapper.
 
     Raises:
         ValueError: there is one; the message names it.
     """
-    skipped, inner = ignored.ids, set[int]()
-    for fqn, unit in units_below(module):
-        if (unit.members is not None) == (data is None):
-            raise ValueError(
-                "A model must be sharded by `fully_shard` or by FullyShardedDataParallel, not by both, but "
-                f"`{fqn or 'root'}` in this {type(module).__name__} was sharded by the other one. Use one of the two "
-                "throughout."
-            )
-        slots = [slot for flat_param in unit.flat_params for slot in flat_param.slots]
-        skipped |= {id(own) for flat_param in unit.flat_params for own in flat_param.shows.registered}
-        inner |= {id(owner) for slot in slots for owner, _ in slot.owners}
-    for fqn, part in walk(module):
+    for fqn, unit in survey.units:
+        require(
+            (unit.members is None) == (data is None),
+            "A model must be sharded by `fully_shard` or by FullyShardedDataParallel, not by both, but "
+            f"`{fqn or 'root'}` in this {type(survey.module).__name__} was sharded by the other one. Use one of the "
+            "two throughout.",
+        )
+    registered = {id(own) for flat_param in survey.flat_params for own in flat_param.shows.registered}
+    inner = {id(owner) for slot in survey.slots for owner, _ in slot.owners}
+    skipped = ignored.ids | registered
+    for fqn, part in survey.parts:
         if id(part) not in skipped:
             _check_module(fqn, part)
             taken = None if id(part) in inner else _sharded_param_of(part)
             if taken is not None:
                 raise ValueError(_outer_first(taken))
         for name, param in part._parameters.items():
-            if param is not None and is_lazy(param) and id(param) not in skipped:
-                raise ValueError(
-                    f"Parameters must have shapes to be sharded, but `{join(fqn, name)}` of a lazy module has none "
-                    "yet. Run a batch through the module first."
-                )
-            if param is not None and id(param) not in skipped:
-                _check_subclass(param, join(fqn, name), data is not None)
-                _check_dtensor(param, join(fqn, name), data)
+            is_plain = type(param) is nn.Parameter and not vars(param) and (data is None or data.whole is None)
+            if param is not None and not is_plain and id(param) not in skipped:
+                _check_param(param, join(fqn, name), data)
 
 
 def _sharded_param_of(module: nn.Module) -> str | None:
@@ -317,42 +307,45 @@ def _outer_first(fqn: str) -> str:
     )
 
 
-def _check_subclass(param: nn.Parameter, fqn: str, in_place: bool) -> None:
-    held = param._local_tensor if isinstance(param, DTensor) else param
-    if not is_wrapper(held) and not is_extended(held):
-        return
-    if held is not param:
-        refuse_wrapper(held, fqn, "It is the local tensor of a DTensor: use a plain tensor there.")
-    if not in_place:
-        refuse_wrapper(
-            param,
-            fqn,
-            f"Shard the module with `fully_shard`, which supports classes with `{PRE}` and `{POST}`; convert the "
-            "module after wrapping; or leave it out (`ignored_modules`).",
-        )
-    if not is_extended(param):
-        refuse_wrapper(
-            param,
-            fqn,
-            f"Add `{PRE}` and `{POST}` to the class (torchao's float8 weights have them with "
-            "`enable_fsdp_float8_all_gather=True`), or name the parameter in `ignored_params`.",
-        )
-
-
-def _check_dtensor(param: nn.Parameter, fqn: str, data: DataMesh | None) -> None:
-    if isinstance(param, DTensor):
+def _check_param(param: Any, fqn: str, data: DataMesh | None) -> None:
+    """Check that ``param`` has a shape, and is of a class that can be sharded, over ``data`` by `fully_shard`."""
+    require(
+        not is_lazy(param),
+        f"Parameters must have shapes to be sharded, but `{fqn}` of a lazy module has none yet. Run a batch through "
+        "the module first.",
+    )
+    is_dtensor = isinstance(param, DTensor)
+    held = param._local_tensor if is_dtensor else param
+    if is_wrapper(held) or is_extended(held):
+        if held is not param:
+            refuse_wrapper(held, fqn, "It is the local tensor of a DTensor: use a plain tensor there.")
         if data is None:
-            raise ValueError(
-                f"FullyShardedDataParallel must have whole parameters, but `{fqn}` is a DTensor, which a flat shard "
-                "cannot hold. Shard the module with `fairshard.nn.fully_shard`, which accepts DTensors, or leave the "
-                "parameter out (`ignored_parameters`)."
+            refuse_wrapper(
+                param,
+                fqn,
+                f"Shard the module with `fully_shard`, which supports classes with `{PRE}` and `{POST}`; convert the "
+                "module after wrapping; or leave it out (`ignored_modules`).",
             )
+        if not is_extended(param):
+            refuse_wrapper(
+                param,
+                fqn,
+                f"Add `{PRE}` and `{POST}` to the class (torchao's float8 weights have them with "
+                "`enable_fsdp_float8_all_gather=True`), or name the parameter in `ignored_params`.",
+            )
+    require(
+        data is not None or not is_dtensor,
+        f"FullyShardedDataParallel must have whole parameters, but `{fqn}` is a DTensor, which a flat shard cannot "
+        "hold. Shard the module with `fairshard.nn.fully_shard`, which accepts DTensors, or leave the parameter out "
+        "(`ignored_parameters`).",
+    )
+    require(
+        is_dtensor or data is None or data.whole is None,
+        f"With `dp_mesh_dims` all parameters must be DTensors on `mesh`, but `{fqn}` is a plain tensor. Distribute the "
+        "whole module (`distribute_module`), or leave `dp_mesh_dims` out and pass the data-parallel mesh.",
+    )
+    if data is not None and is_dtensor:
         data.check(param._spec, fqn)
-    elif data is not None and data.whole is not None:
-        raise ValueError(
-            f"With `dp_mesh_dims` all parameters must be DTensors on `mesh`, but `{fqn}` is a plain tensor. Distribute "
-            "the whole module (`distribute_module`), or leave `dp_mesh_dims` out and pass the data-parallel mesh."
-        )
 
 
 def _check_module(fqn: str, module: nn.Module) -> None:
@@ -364,3 +357,34 @@ def _check_module(fqn: str, module: nn.Module) -> None:
                 f"A module must not be sharded twice, but `{fqn or type(module).__name__}` is wrapped by "
                 f"{base.__module__}.{base.__name__}. Build the model again without that wrapper."
             )
+
+
+def _check_memory(slots: Sequence[ParamSlot]) -> None:
+    """Check that no trained parameter shares elements with another one, as after ``b.weight.data = a.weight.data``.
+
+    Raises:
+        ValueError: two do; the message names them.
+    """
+    last: ParamSlot | None = None
+    stop = 0
+    for slot in sorted(filter(_is_dense, slots), key=_start):
+        if last is not None and _start(slot) < stop and (last.leaf.requires_grad or slot.leaf.requires_grad):
+            raise ValueError(
+                f"Parameters must have memory of their own, but `{slot.fqn}` shares that of `{last.fqn}`. Each would "
+                "get its own shard, and they would differ after the first step. Tie the modules by one parameter "
+                "(`b.weight = a.weight`), or copy it (`nn.Parameter(a.weight.detach().clone())`)."
+            )
+        if _start(slot) + slot.leaf.nbytes > stop:
+            last, stop = slot, _start(slot) + slot.leaf.nbytes
+
+
+def _start(slot: ParamSlot) -> int:
+    return slot.leaf.data_ptr()
+
+
+def _is_dense(slot: ParamSlot) -> bool:
+    """Whether the parameter is plain, has memory, and fills a run of it."""
+    leaf = slot.leaf
+    if type(leaf) is not nn.Parameter or leaf.is_meta or not leaf.numel() or not leaf.untyped_storage().nbytes():
+        return False
+    return 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True)) == leaf.numel()

@@ -19,8 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from fairshard.errors import FairshardError
 from fairshard.params.dtensor_slot import DTensorSlot
 from fairshard.params.slot import ParamSlot
-from fairshard.settings.data_mesh import DataMesh
-from fairshard.settings.mesh import SavedMesh
+from fairshard.settings.mesh import DataMesh, SavedMesh
 from fairshard.utils.device import current_device
 from fairshard.utils.dtensors import own_storage, part_of
 from fairshard.utils.placed_layout import RaggedLayout

@@ -10,7 +10,7 @@ from torch import nn
 
 from fairshard.nn import FlattenParamsWrapper
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from tests.models import SavedTransposed, Tiny, mlp, tiny_batch, tiny_loss
+from tests.models import SavedTransposed, Tiny, tiny_batch, tiny_loss
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, sgd
 
@@ -133,25 +133,6 @@ def test_one_flat_parameter_with_a_name():
     assert train(named) == train(built())
     for nothing in ([], [[], []]):
         assert FlattenParamsWrapper(built(), nothing).flat_params == []
-
-
-def test_lists_that_cannot_be_flattened():
-    """Overlapping lists, lists beside parameters, and names that do not fit the lists raise."""
-    model = built()
-    weight, bias = model[0].weight, model[0].bias
-    for kind, text, lists, names in [
-        (ValueError, "`0.bias` is in two of them", [[weight, bias], [bias]], None),
-        (TypeError, "but holds both", [weight, [bias]], None),
-        (ValueError, "for 2 are \\['a'\\]", [[weight], [bias]], ["a"]),
-        (ValueError, "for 2 are \\['a', 'a'\\]", [[weight], [bias]], ["a", "a"]),
-        (ValueError, "for 1 are \\['a.b'\\]", None, ["a.b"]),
-    ]:
-        with pytest.raises(kind, match=text):
-            FlattenParamsWrapper(model, lists, names)
-    assert_same_state(model.state_dict(), built().state_dict())
-    inner = FlattenParamsWrapper(model, flat_param_names=["inner"])
-    with pytest.raises(ValueError, match="must be flattened once, but `flat_param_inner`"):
-        FlattenParamsWrapper(inner)
 
 
 def test_recurrent_modules():
@@ -358,21 +339,58 @@ def test_parameters_can_be_read_when_an_optimizer_has_stepped():
     assert torch.equal(flat.module[0].weight, flat.flat_param[:32].view(8, 4))
 
 
-def test_what_cannot_be_flattened_is_refused():
-    """Parameters that differ are refused by name, parameters of other modules by shape."""
-    model = mlp(4, 9, 5)
-    model[2].bias.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"one requires_grad .* `0\.weight` has True and `2\.bias` has False"):
-        FlattenParamsWrapper(model)
-    with pytest.raises(ValueError, match=r"one dtype .* `0\.weight` .* `1\.weight` has torch\.float64"):
-        FlattenParamsWrapper(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
-    with pytest.raises(ValueError, match=r"parameters of the module, but some of shapes \[\(7,\)\]"):
-        FlattenParamsWrapper(model, [nn.Parameter(torch.ones(7))])
-    with pytest.raises(TypeError, match=r"must be an nn\.Module"):
-        FlattenParamsWrapper([model])
-    with pytest.raises(ValueError, match=r"flattened once, but `1\.flat_param` belongs to another"):
-        FlattenParamsWrapper(nn.Sequential(model, FlattenParamsWrapper(nn.Linear(2, 2))))
-    assert all(isinstance(param, nn.Parameter) for param in model.parameters())
+REFUSED = {
+    "overlap": (
+        ValueError,
+        "`0.bias` is in two of them",
+        lambda net: (net, [[net[0].weight, net[0].bias], [net[0].bias]]),
+    ),
+    "both": (TypeError, "but holds both", lambda net: (net, [net[0].weight, [net[0].bias]])),
+    "few names": (ValueError, r"for 2 are \['a'\]", lambda net: (net, [[net[0].weight], [net[0].bias]], ["a"])),
+    "a name twice": (
+        ValueError,
+        r"are \['a', 'a'\]",
+        lambda net: (net, [[net[0].weight], [net[0].bias]], ["a", "a"]),
+    ),
+    "a dot": (ValueError, r"for 1 are \['a.b'\]", lambda net: (net, None, ["a.b"])),
+    "twice": (
+        ValueError,
+        "must be flattened once, but `flat_param_inner`",
+        lambda net: (FlattenParamsWrapper(net, flat_param_names=["inner"]),),
+    ),
+    "a part twice": (
+        ValueError,
+        r"flattened once, but `1\.flat_param` belongs to another",
+        lambda net: (nn.Sequential(net, FlattenParamsWrapper(nn.Linear(2, 2))),),
+    ),
+    "partly frozen": (
+        ValueError,
+        r"one requires_grad .* `0\.weight` has True and `1\.weight` has False",
+        lambda net: (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)),),
+    ),
+    "two dtypes": (
+        ValueError,
+        r"one dtype .* `0\.weight` .* `1\.weight` has torch\.float64",
+        lambda net: (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()),),
+    ),
+    "a stranger": (
+        ValueError,
+        r"parameters of the module, but some of shapes \[\(7,\)\]",
+        lambda net: (net, [nn.Parameter(torch.ones(7))]),
+    ),
+    "a list": (TypeError, r"must be an nn\.Module", lambda net: ([net],)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_flattened_is_refused(name):
+    """Parameters that differ, overlap or are another module's are refused by name or shape; nothing changes."""
+    kind, text, arguments = REFUSED[name]
+    given = arguments(model := built())
+    before = dict(model.named_parameters())
+    with pytest.raises(kind, match=text):
+        FlattenParamsWrapper(*given)
+    assert all(param is before[name] for name, param in model.named_parameters())
 
 
 @on_ranks(2)

@@ -13,6 +13,7 @@ import fairshard.nn.wrap as ours
 from fairshard.planning.choice import Chooser, ModuleTree
 from fairshard.planning.policies import call_policy
 from fairshard.setup.ignored import resolve_ignored
+from fairshard.setup.survey import Survey
 
 
 class Linears(nn.Sequential):
@@ -24,7 +25,7 @@ class Linears(nn.Sequential):
 
 def chosen(module, policy, ignored=(), include_root=False):
     """What ``policy`` wraps, by fqn, outer modules last; a warning is an error."""
-    tree = ModuleTree(module, resolve_ignored(module, ignored, None, None))
+    tree = ModuleTree(module, resolve_ignored(Survey(module), ignored, None, None))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return {tree.fqns[c.module]: c.overrides for c in Chooser(tree, policy).choose(include_root)}

@@ -11,7 +11,7 @@ from torch import nn
 from fairshard.engine.unit import Unit
 from fairshard.nn import FullStateDictConfig, ShardingStrategy, StateDictType
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from tests.kit import CollectiveCounter, rank_device
+from tests.kit import rank_device
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn, sgd, train_alike
@@ -164,24 +164,3 @@ def test_optimizer_state_of_an_expert_on_each_rank_stays():
     restored = wrapped.get_shard_from_optim_state_dict(state)
     number = list(wrapped.parameters()).index(expert.flat_param_0)
     assert torch.equal(restored["state"][number]["momentum_buffer"], own)
-
-
-WRONG = {
-    "a flag that is none": ({"verbose": 1}, TypeError, "`verbose` must be True or False, but is 1"),
-    "a device elsewhere": ({"state_dict_device": "meta"}, ValueError, "must be the CPU or the module"),
-    "no device": ({"state_dict_device": "disk"}, RuntimeError, "disk"),
-    "no bool": ({"move_params_to_cpu": "yes"}, TypeError, "`move_params_to_cpu` must be True, False or None"),
-    "yes and no": ({"cpu_offload": True, "move_params_to_cpu": False}, ValueError, "contradicts `cpu_offload=True`"),
-}
-
-
-@on_ranks(1)
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_values_are_refused(what):
-    """Wrong values raise before anything is wrapped."""
-    kwargs, error, message = WRONG[what]
-    module = nn.Linear(4, 4)
-    with pytest.raises(error, match=message), CollectiveCounter() as counter:
-        FSDP(module, **kwargs)
-    assert not counter.calls
-    assert list(module.state_dict()) == ["weight", "bias"]

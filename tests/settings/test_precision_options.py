@@ -247,47 +247,6 @@ def test_parameters_of_several_dtypes_compute_in_one():
 
 
 @pytest.mark.parametrize(
-    ("fields", "kind"),
-    [
-        ({"param_dtype": "bf16"}, TypeError),
-        ({"reduce_dtype": 16}, TypeError),
-        ({"buffer_dtype": torch.int8}, ValueError),
-        ({"param_dtype": torch.int64}, ValueError),
-        ({"keep_low_precision_grads": 1}, TypeError),
-        ({"cast_forward_inputs": None}, TypeError),
-        ({"cast_root_forward_inputs": "yes"}, TypeError),
-        ({"_module_classes_to_ignore": nn.Linear}, TypeError),
-        ({"_module_classes_to_ignore": (nn.Linear(2, 2),)}, TypeError),
-    ],
-    ids=str,
-)
-def test_fields_are_checked(fields, kind):
-    """Wrong types and dtypes raise, in our object and in PyTorch's, and name the field."""
-    with pytest.raises(kind, match=next(iter(fields))):
-        MixedPrecision(**fields)
-    with fake_group(2), pytest.raises(kind, match=next(iter(fields))):
-        FSDP(nn.Linear(2, 2), mixed_precision=TorchMixedPrecision(**fields))
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "match"),
-    [
-        ({"mixed_precision": MixedPrecision(BF16), "compute_dtype": BF16}, "compute_dtype"),
-        ({"mixed_precision": MixedPrecision(BF16), "fp32_reduce_scatter": True}, "fp32_reduce_scatter"),
-        ({"mixed_precision": MixedPrecision(BF16), "buffer_dtype": BF16}, "buffer_dtype"),
-        ({"mixed_precision": TorchMixedPrecision(BF16), "compute_dtype": BF16}, "compute_dtype"),
-        ({"mixed_precision": MixedPrecision(BF16, None, None, True), "cpu_offload": True}, "keep_low_precision"),
-        ({"mixed_precision": MixedPrecision(BF16, None, None, True), "move_grads_to_cpu": True}, "keep_low_precision"),
-    ],
-    ids=str,
-)
-def test_contradictions_are_refused(kwargs, match):
-    """Stating a field of the object again as an argument raises, and so do low-precision gradients with host memory."""
-    with fake_group(2), pytest.raises(ValueError, match=match):
-        FSDP(nn.Linear(2, 2), **kwargs)
-
-
-@pytest.mark.parametrize(
     ("kwargs", "match"),
     [
         ({"mixed_precision": True, "force_input_to_fp32": True}, "force_input_to_fp32"),

@@ -178,20 +178,3 @@ def test_torchs_own_names_mean_the_same():
     """The enums of torch.distributed.fsdp are accepted."""
     wrapped = FSDP(mlp(4, 9), sharding_strategy=TorchShardingStrategy.NO_SHARD)
     assert wrapped.sharding_strategy is ShardingStrategy.NO_SHARD
-
-
-@on_ranks(1)
-def test_contradictions_are_named():
-    """Contradictory strategies and flags raise, and so do positional arguments in the wrong place."""
-    with pytest.raises(ValueError, match="`reshard_after_forward=False` contradicts `sharding_strategy=FULL_SHARD`"):
-        FSDP(mlp(4, 9), reshard_after_forward=False, sharding_strategy=ShardingStrategy.FULL_SHARD)
-    with pytest.raises(ValueError, match="keeps parameters after the forward"):
-        FSDP(mlp(4, 9), reshard_after_forward=False, sharding_strategy=ShardingStrategy.NO_SHARD)
-    with pytest.raises(TypeError, match="pass those of PyTorch's FSDP by keyword"):
-        FSDP(mlp(4, 9), None, ShardingStrategy.FULL_SHARD)
-    with pytest.raises(TypeError, match="`mixed_precision` must be True, False or a MixedPrecision"):
-        FSDP(mlp(4, 9), None, True, CPUOffload(True))
-    with pytest.raises(TypeError, match="`sharding_strategy` must be a ShardingStrategy"):
-        FSDP(mlp(4, 9), sharding_strategy="FULL_SHARD")
-    with pytest.raises(ValueError, match="must be one group for FULL_SHARD"):
-        FSDP(mlp(4, 9), (dist.group.WORLD, dist.group.WORLD))

@@ -118,16 +118,6 @@ def test_an_inner_unit_and_the_wrapper_itself(has_run):
 
 
 @on_ranks(2)
-def test_in_place_after_the_first_forward():
-    """With `fully_shard`, a module added below one without parameters raises too."""
-    model = fully_shard(Net())
-    model(randn(3, 4)).sum().backward()
-    add_adapter(model)
-    with pytest.raises(FairshardError, match=r"`body\.0\.(up|down)\.weight` was added later.*before fully_shard"):
-        model(randn(3, 4))
-
-
-@on_ranks(2)
 @LAYOUTS
 def test_what_may_change(layout):
     """Other models, modules without parameters, ignored modules and their parameters, wrapped modules, functional_call.

@@ -165,13 +165,6 @@ def test_rank_0_of_the_group_counts():
     dist.barrier()
 
 
-@on_ranks(1)
-def test_it_must_be_a_bool():
-    """Values other than True and False raise a TypeError."""
-    with pytest.raises(TypeError, match="`sync_module_states` must be True or False"):
-        FSDP(nn.Linear(1, 1), sync_module_states=1)
-
-
 def warnings_of(model, *inputs):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

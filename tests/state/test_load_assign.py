@@ -3,7 +3,6 @@
 Covers the wrapper and ``fully_shard``, and the parameters and buffers that stay whole.
 """
 
-
 import pytest
 import torch
 from torch import nn

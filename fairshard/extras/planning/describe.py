@@ -15,6 +15,7 @@ from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedD
 from fairshard.planning.units import PlannedUnit, UnitPlan
 from fairshard.setup.ignored import resolve_ignored
 from fairshard.setup.lines import PlacementFn
+from fairshard.setup.survey import Survey
 from fairshard.utils.device import check_device_type, default_device_type
 
 
@@ -68,7 +69,7 @@ def describe(
     bound.apply_defaults()
     arguments = {name: value for name, value in bound.arguments.items() if name not in ("module", "auto_wrap_policy")}
     others = arguments["ignored_states"], arguments["ignored_parameters"]
-    units = UnitPlan(module, policy, arguments, resolve_ignored(module, ignored_modules, *others)).units
+    units = UnitPlan(module, policy, arguments, resolve_ignored(Survey(module), ignored_modules, *others)).units
     for unit in units:
         _check_strategy(unit, world_size, num_replicas)
     if placement_fn is not None:

@@ -8,14 +8,21 @@ if TYPE_CHECKING:
     from fairshard.engine.training_state import TrainingState
     from fairshard.extras.observe.observer import Observation, observe
     from fairshard.extras.observe.unit_event import Phase, UnitEvent
-    from fairshard.nn.data_parallel.forward_methods import register_forward_method, register_fsdp_forward_method
     from fairshard.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
     from fairshard.nn.data_parallel.in_place.fully_shard import fully_shard
     from fairshard.nn.data_parallel.in_place.module import FSDPModule, UnshardHandle, share_comm_ctx
+    from fairshard.nn.data_parallel.methods import register_forward_method, register_fsdp_forward_method
     from fairshard.nn.data_parallel.wrapper.attributes import get_fsdp_instances
-    from fairshard.settings.data_mesh import DataParallelMeshDims, ShardPlacementResult
-    from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-    from fairshard.settings.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+    from fairshard.settings.fsdp import (
+        BackwardPrefetch,
+        CPUOffload,
+        CPUOffloadPolicy,
+        MixedPrecision,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        ShardingStrategy,
+    )
+    from fairshard.settings.mesh import DataParallelMeshDims, ShardPlacementResult
     from fairshard.settings.placements import Owned, RowBlocks
     from fairshard.settings.state_dicts import (
         FullOptimStateDictConfig,
@@ -33,29 +40,29 @@ if TYPE_CHECKING:
     from fairshard.utils.names import clean_tensor_name
 
 _HOMES = {
-    "BackwardPrefetch": "fairshard.settings.fsdp1",
-    "CPUOffload": "fairshard.settings.fsdp1",
-    "CPUOffloadPolicy": "fairshard.settings.fsdp2",
-    "DataParallelMeshDims": "fairshard.settings.data_mesh",
+    "BackwardPrefetch": "fairshard.settings.fsdp",
+    "CPUOffload": "fairshard.settings.fsdp",
+    "CPUOffloadPolicy": "fairshard.settings.fsdp",
+    "DataParallelMeshDims": "fairshard.settings.mesh",
     "FSDPModule": "fairshard.nn.data_parallel.in_place.module",
     "FullOptimStateDictConfig": "fairshard.settings.state_dicts",
     "FullStateDictConfig": "fairshard.settings.state_dicts",
     "FullyShardedDataParallel": "fairshard.nn.data_parallel.fully_sharded_data_parallel",
     "LocalOptimStateDictConfig": "fairshard.settings.state_dicts",
     "LocalStateDictConfig": "fairshard.settings.state_dicts",
-    "MixedPrecision": "fairshard.settings.fsdp1",
-    "MixedPrecisionPolicy": "fairshard.settings.fsdp2",
+    "MixedPrecision": "fairshard.settings.fsdp",
+    "MixedPrecisionPolicy": "fairshard.settings.fsdp",
     "Observation": "fairshard.extras.observe.observer",
-    "OffloadPolicy": "fairshard.settings.fsdp2",
+    "OffloadPolicy": "fairshard.settings.fsdp",
     "OptimStateDictConfig": "fairshard.settings.state_dicts",
     "OptimStateKeyType": "fairshard.state.optim_params",
     "Owned": "fairshard.settings.placements",
     "Phase": "fairshard.extras.observe.unit_event",
     "RowBlocks": "fairshard.settings.placements",
-    "ShardPlacementResult": "fairshard.settings.data_mesh",
+    "ShardPlacementResult": "fairshard.settings.mesh",
     "ShardedOptimStateDictConfig": "fairshard.settings.state_dicts",
     "ShardedStateDictConfig": "fairshard.settings.state_dicts",
-    "ShardingStrategy": "fairshard.settings.fsdp1",
+    "ShardingStrategy": "fairshard.settings.fsdp",
     "StateDictConfig": "fairshard.settings.state_dicts",
     "StateDictSettings": "fairshard.settings.state_dicts",
     "StateDictType": "fairshard.settings.state_dicts",
@@ -66,8 +73,8 @@ _HOMES = {
     "fully_shard": "fairshard.nn.data_parallel.in_place.fully_shard",
     "get_fsdp_instances": "fairshard.nn.data_parallel.wrapper.attributes",
     "observe": "fairshard.extras.observe.observer",
-    "register_forward_method": "fairshard.nn.data_parallel.forward_methods",
-    "register_fsdp_forward_method": "fairshard.nn.data_parallel.forward_methods",
+    "register_forward_method": "fairshard.nn.data_parallel.methods",
+    "register_fsdp_forward_method": "fairshard.nn.data_parallel.methods",
     "share_comm_ctx": "fairshard.nn.data_parallel.in_place.module",
 }
 if not TYPE_CHECKING:

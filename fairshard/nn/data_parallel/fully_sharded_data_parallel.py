@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from fairshard.checks.optimizer_check import watch_copy, watch_optimizers
 from fairshard.checks.scaling_check import watch_scaling
 from fairshard.checks.usage import assert_idle
 from fairshard.engine.training_state import TrainingState
-from fairshard.engine.tree import UNIT_ATTRIBUTE, modules_of, units_below, walk
+from fairshard.engine.tree import UNIT_ATTRIBUTE, paths_of, units_below, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import ParameterShardedError, TrainingStateError
 from fairshard.nn.data_parallel.guards import check_wrappable, refuse_torch_functions, wrapper_keywords
@@ -25,27 +26,25 @@ from fairshard.nn.data_parallel.running import NOT_IN_A_GRAPH, run
 from fairshard.nn.data_parallel.torch_state import mark_managed
 from fairshard.nn.data_parallel.wrapper.attributes import HIDEABLE, is_inside, option_of
 from fairshard.nn.data_parallel.wrapper.grads import GradMethods
-from fairshard.nn.data_parallel.wrapper.joining import JoinMethods
 from fairshard.nn.data_parallel.wrapper.optim_state import OptimStateMethods
 from fairshard.params.grads import grads_of
-from fairshard.settings.fsdp1 import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fairshard.settings.check import require
+from fairshard.settings.config import host_or, offload_of, resolve
+from fairshard.settings.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.settings.groups import Groups, find_groups
-from fairshard.settings.resolve import host_or, offload_of, resolve
 from fairshard.setup.construction import make_ready, resolve_construction
-from fairshard.setup.conversion import check_conversion
+from fairshard.setup.guard import check_conversion, refuse_inner_states
 from fairshard.setup.ignored import resolve_ignored
-from fairshard.setup.inner_state import refuse_inner_states
 from fairshard.setup.lines import PlacementFn, check_placement
-from fairshard.setup.loads import loads_in
-from fairshard.setup.naming import place
 from fairshard.setup.sharding import check_not_sharded, shard_parameters
+from fairshard.setup.survey import Survey
 from fairshard.state.full_params import Showing, summon
 from fairshard.state.shown import is_shown
 from fairshard.utils.graph_breaks import breaks_graph
 from fairshard.utils.names import join
 
 
-class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods):
+class FullyShardedDataParallel(GradMethods, OptimStateMethods):
     """Shards the parameters of ``module``, their gradients and their optimizer state over data-parallel ranks.
 
     Each rank keeps ``1 / world_size`` of every parameter. The wrapper gathers whole parameters before its module
@@ -204,8 +203,9 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods):
         check_placement(placement_fn, use_orig_params)
         groups = find_groups(config.sharding_strategy, process_group, device_mesh, process_group_reduce_scatter)
         how = resolve_construction(param_init_fn, device_id, compute_device, sync_module_states)
-        ignored = resolve_ignored(module, ignored_modules, ignored_states, ignored_parameters)
-        check_not_sharded(module, ignored)
+        survey = Survey(module)
+        ignored = resolve_ignored(survey, ignored_modules, ignored_states, ignored_parameters)
+        check_not_sharded(survey, ignored)
         if auto_wrap_policy is not None:
             from fairshard.planning.units import auto_wrap_children
 
@@ -228,17 +228,17 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods):
                 world_size=groups.shard.world_size,
                 ignored=ignored,
             )
-        origin = make_ready(module, how, ignored, groups.spanning())
-        ranks = groups.shard.rank, groups.shard.world_size
-        loads = lambda: loads_in(groups.shard.resolve())  # noqa: E731
-        flat_params = shard_parameters(module, config, *ranks, origin, placement_fn, loads)
+            survey.look()
+        origin = make_ready(survey, how, ignored, groups.spanning())
+        flat_params = shard_parameters(survey, config, groups, origin, placement_fn)
         unit = Unit(groups, flat_params, config, origin)
         setattr(self, UNIT_ATTRIBUTE, unit)
         self._init_state()
         self._fairshard_methods: set[str] = set()
         self._fairshard_resets = allow_reset_parameters
         self.module = module
-        for managed in (self, *modules_of(self)):
+        own = paths_of(self)
+        for managed in (self, *(part for _, part in own)):
             mark_managed(managed)
         if flatten_parameters and not use_orig_params:
             for flat_param in flat_params:
@@ -246,9 +246,8 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods):
                 self.register_parameter(flat_param.name, flat_param.shard)
         watch_optimizers(flat_params, config)
         watch_scaling()
-        refuse_inner_states(self, unit)
-        for fqn, inner in units_below(self):
-            place(inner, fqn)
+        refuse_inner_states(own, unit)
+        for inner in (unit, *(inner for _, inner in survey.units)):
             inner.is_inner = inner is not unit
             if config.sets_state_dicts:
                 inner.state_dict_settings = config.state_dict_settings()
@@ -295,19 +294,19 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to this module and every module below it, with whole parameters. **Collective.**"""
-        if is_shown(self._unit):
-            return super().apply(fn)
-        self._claimed()
-        with summon([self._unit], Showing(writeback=True)):
+        with self._whole():
             return super().apply(fn)
 
     def _reset_whole(self) -> None:
+        with self._whole():
+            self.module.reset_parameters()  # type: ignore[operator]
+
+    def _whole(self) -> AbstractContextManager[None]:
+        """Context in which the parameters of this unit are whole; changes are kept. **Collective** unless they are."""
         if is_shown(self._unit):
-            self.module.reset_parameters()  # type: ignore[operator]
-            return
+            return nullcontext()
         self._claimed()
-        with summon([self._unit], Showing(writeback=True)):
-            self.module.reset_parameters()  # type: ignore[operator]
+        return summon([self._unit], Showing(writeback=True))
 
     # ---- names and state
 
@@ -356,12 +355,12 @@ class FullyShardedDataParallel(GradMethods, JoinMethods, OptimStateMethods):
         """
         wanted = [state] if isinstance(state, TrainingState) else state
         is_in_backward = self.training_state in (TrainingState.BACKWARD_PRE, TrainingState.BACKWARD_POST)
-        if self.training_state not in wanted and not (is_in_backward and TrainingState.BACKWARD in wanted):
-            names = " or ".join(one.name for one in wanted)
-            raise TrainingStateError(
-                f"Unit `{self._unit.fqn or 'root'}` must be in state {names}, but is in {self.training_state.name} "
-                f"(rank {self.rank})."
-            )
+        require(
+            self.training_state in wanted or (is_in_backward and TrainingState.BACKWARD in wanted),
+            f"Unit `{self._unit.fqn or 'root'}` must be in state {' or '.join(one.name for one in wanted)}, but is in "
+            f"{self.training_state.name} (rank {self.rank}).",
+            TrainingStateError,
+        )
 
     def _find_inside(self, name: str) -> Any:
         if name in self._fairshard_methods:

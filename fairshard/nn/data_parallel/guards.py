@@ -10,6 +10,7 @@ from torch import nn
 from fairshard.engine.tree import is_wrapper
 from fairshard.engine.unit import Unit
 from fairshard.errors import ParameterShardedError
+from fairshard.settings.check import require
 from fairshard.utils.keywords import named_keywords
 from fairshard.utils.user_line import level_of_user
 
@@ -101,13 +102,12 @@ def check_wrappable(module: Any) -> None:
         TypeError: it is not a module.
         ValueError: it is a container, which has no forward.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"`module` must be an nn.Module, but is {type(module).__name__}.")
-    if lacks_forward(module):
-        raise ValueError(
-            f"A wrapped module must have a forward, but a {type(module).__name__} has none: nothing would gather its "
-            "parameters. Wrap the modules in it, or the module around it."
-        )
+    require(isinstance(module, nn.Module), f"`module` must be an nn.Module, but is {type(module).__name__}.", TypeError)
+    require(
+        not lacks_forward(module),
+        f"A wrapped module must have a forward, but a {type(module).__name__} has none: nothing would gather its "
+        "parameters. Wrap the modules in it, or the module around it.",
+    )
     if is_wrapper(module):
         warnings.warn(
             "A FullyShardedDataParallel around another one has no effect: it has no parameters of its own. Wrap the "

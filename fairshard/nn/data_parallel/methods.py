@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from fairshard.checks.usage import assert_none_summoned
 from fairshard.engine.training_state import TrainingState
-from fairshard.engine.tree import unit_of, units_below
+from fairshard.engine.tree import is_wrapper, unit_of, units_below
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError, ParameterShardedError
+from fairshard.settings.check import require
 from fairshard.state.shown import is_shown, shown_on_first
 from fairshard.utils.dynamo import not_traced
 from fairshard.utils.nested import apply_to_all, plain_objects
@@ -33,6 +34,102 @@ CURES = {
     ),
 }
 """The cure for a call of each of these methods, by name."""
+
+
+# ---- forward methods
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Run ``module.<method_name>(...)`` of the wrapped module with the unit gathered, like a forward.
+
+    For methods that read parameters without calling ``module(...)``, such as ``generate`` of Hugging Face's models or
+    ``encode``. Inputs are cast and outputs hooked for the backward as in a forward; hooks of ``nn.Module`` do not run.
+    The call is **collective**. Inner units are gathered when they are called. If no backward follows, call the method
+    under ``torch.no_grad()``; otherwise the parameters stay gathered until the next pass.
+
+    Some methods first look for a parameter (``generate`` reads its device). While the method runs, as in a forward,
+    ``self.parameters()`` yields the gathered parameters of the unit.
+
+    >>> import torch
+    >>> from fairshard.nn import FullyShardedDataParallel as FSDP, register_forward_method
+    >>> class Encoder(torch.nn.Linear):
+    ...     def encode(self, x):
+    ...         return torch.tanh(self(x))
+    >>> model = FSDP(Encoder(4, 4))
+    >>> register_forward_method(model, "encode")
+    >>> model.encode(torch.ones(2, 4)).sum().backward()
+
+    Raises:
+        AttributeError: the wrapped module has no such method.
+        TypeError: ``module`` is not sharded, or the method is a generator or coroutine function.
+        ValueError: the wrapper itself has a method of that name.
+
+    Source: ``register_fsdp_forward_method`` of PyTorch's FSDP2.
+    """
+    require(
+        unit_of(module) is not None,
+        f"A forward method must be registered on the wrapper, but this is a {type(module).__name__}. Pass the "
+        "FullyShardedDataParallel around it; a module around wrappers needs nothing.",
+        TypeError,
+    )
+    _register(module, method_name, AttributeError)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Like `register_forward_method`, but does nothing if ``module`` is not sharded.
+
+    >>> import torch
+    >>> from fairshard.nn import fully_shard, register_fsdp_forward_method
+    >>> class Encoder(torch.nn.Linear):
+    ...     def encode(self, x):
+    ...         return torch.nn.functional.linear(x, self.weight)
+    >>> model = fully_shard(Encoder(4, 4))
+    >>> register_fsdp_forward_method(model, "encode")
+    >>> model.encode(torch.ones(2, 4)).sum().backward()
+
+    Raises:
+        ValueError: ``module`` has no such method, or `FSDPModule` has a method of that name.
+        TypeError: the method is a generator or coroutine function.
+
+    Source: PyTorch's function of the same name.
+    """
+    if unit_of(module) is not None:
+        _register(module, method_name, ValueError)
+
+
+def _register(module: nn.Module, name: str, missing: type[Exception]) -> None:
+    """Run method ``name`` of ``module`` gathered; raises ``missing`` if there is none."""
+    layers: list[Any] = []
+    inside: Any = module
+    while is_wrapper(inside):
+        layers.append(inside)
+        inside = inside.module
+    original = getattr(inside, "_fairshard_class", type(inside))
+    mro = type(inside).__mro__
+    door = type(module) if layers else next(base for base in mro if "_fairshard_gather_in" in vars(base))
+    require(
+        not any(name in vars(base) for base in door.__mro__ if layers or not issubclass(nn.Module, base)),
+        f"`{name}` must not be a method of {door.__name__} itself, but is. Rename that of {original.__name__}.",
+    )
+    method: Any = getattr(inside, name, None)
+    require(
+        callable(method),
+        f"The sharded {original.__name__} must have a method `{name}` to register, but has none.",
+        missing,
+    )
+    require(
+        not _runs_later(method),
+        f"A forward method must finish before it returns, but `{name}` of {original.__name__} is a generator or "
+        "coroutine function: its body would run after the parameters are freed. Register a method that it calls.",
+        TypeError,
+    )
+    for layer in layers:
+        layer._fairshard_methods.add(name)
+    if unit_of(inside) is not None:
+        inside._fairshard_gather_in(name)
+
+
+# ---- methods that change whole parameters
 
 
 def refusing(unit: Unit, module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,20 +165,10 @@ def _has_parts(unit: Unit) -> bool:
 # ---- of `fully_shard`
 
 
-_RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-
-
-def check_runs_now(method: Callable[..., Any], name: str, owner: type) -> None:
-    """Check that the body of ``method`` runs before the call returns, while parameters are gathered.
-
-    Raises:
-        TypeError: ``method`` is a generator or coroutine function.
-    """
-    if any(runs_later(method) for runs_later in _RUN_LATER):
-        raise TypeError(
-            f"A forward method must finish before it returns, but `{name}` of {owner.__name__} is a generator or "
-            "coroutine function: its body would run after the parameters are freed. Register a method that it calls."
-        )
+def _runs_later(method: Any) -> bool:
+    """Whether the body of ``method`` runs after the call has returned, when parameters are freed."""
+    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    return any(is_kind(method) for is_kind in kinds)
 
 
 class ForwardMethod:
@@ -119,7 +206,7 @@ def explaining_methods(original: type[nn.Module]) -> dict[str, Any]:
     return {
         name: _explaining(name, method)
         for name, method in methods.items()
-        if isinstance(method, FunctionType) and not any(runs_later(method) for runs_later in _RUN_LATER)
+        if isinstance(method, FunctionType) and not _runs_later(method)
     }
 
 

@@ -17,9 +17,8 @@ from fairshard.checks.usage import assert_none_summoned
 from fairshard.engine.training_state import TrainingState
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
-from fairshard.setup.added_parameters import check_added, has_changed
-from fairshard.setup.around import refuse_ddp
-from fairshard.setup.claim import check_complete, claim
+from fairshard.setup.changes import check_added, has_changed
+from fairshard.setup.claim import check_place, claim
 from fairshard.setup.origin import move_inputs
 from fairshard.state.shown import is_shown, shown_on_first
 from fairshard.utils.async_tensors import waited
@@ -59,13 +58,21 @@ def run(
             set_tracer(tracer)
     begins = unit.root is None or unit.root.engine.is_between_passes
     if begins and is_fake_mode_on():
-        raise _fake_error(unit)
+        raise FairshardError(
+            "A sharded module must be called with real tensors, because ranks exchange the values of its parameters, "
+            f"but unit `{unit.fqn or 'root'}` was called under FakeTensorMode. Call it outside of that mode; "
+            "`fairshard plan` estimates the memory of a model without running it."
+        )
     if torch._C._functorch.peek_interpreter_stack() is not None and unit.state is not TrainingState.SUMMON_FULL_PARAMS:
-        raise _transform_error(unit)
+        raise FairshardError(
+            "A sharded module must be called outside of transforms of torch.func (`grad`, `vmap`, `jvp`, ...), because "
+            f"its parameters cannot be gathered inside of one, but unit `{unit.fqn or 'root'}` was called in one. For "
+            "gradients of inputs use `torch.autograd.grad`; for the rest, `torch.func.functional_call` of the "
+            "unsharded module with the whole tensors of `state_dict()`."
+        )
     root = unit.root or claim(holder)
     if begins:
-        check_complete(holder, root)
-        refuse_ddp(unit)
+        check_place(holder, root, unit)
     if not unit.is_inner and has_changed(holder, unit) and not any(map(is_shown, root.units)):
         check_added(holder, unit)
     if profiler._is_profiler_enabled or open_regions:
@@ -80,23 +87,6 @@ def run(
         args, kwargs = cast_inputs_to_fp16(*args, dtype=unit.input_dtype, **kwargs)
     args, kwargs = waited(args, kwargs)
     return root.engine.call(unit, function, args, kwargs)
-
-
-def _fake_error(unit: Unit) -> FairshardError:
-    return FairshardError(
-        "A sharded module must be called with real tensors, because ranks exchange the values of its parameters, but "
-        f"unit `{unit.fqn or 'root'}` was called under FakeTensorMode. Call it outside of that mode; `fairshard plan` "
-        "estimates the memory of a model without running it."
-    )
-
-
-def _transform_error(unit: Unit) -> FairshardError:
-    return FairshardError(
-        "A sharded module must be called outside of transforms of torch.func (`grad`, `vmap`, `jvp`, ...), because its "
-        f"parameters cannot be gathered inside of one, but unit `{unit.fqn or 'root'}` was called in one. For "
-        "gradients of inputs use `torch.autograd.grad`; for the rest, `torch.func.functional_call` of the unsharded "
-        "module with the whole tensors of `state_dict()`."
-    )
 
 
 def _run_compiled(

@@ -26,12 +26,26 @@ _KEYS = (STATE_KEY, REGISTRY_KEY)
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
-class ParamGroup:
+class _Shown:
+    """What torch calls ``torch_name``: attributes that it does not have raise AttributeError with the name."""
+
+    torch_name = ""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"`{name}` of torch's {self.torch_name} must not be used on a module that fairshard has sharded: fairshard "
+            "has no such attribute. Use the methods of FSDPModule."
+        )
+
+
+class ParamGroup(_Shown):
     """The parameters of one unit: what torch calls a ``FSDPParamGroup``.
 
     Attributes:
         comm_ctx: set by torch's ``share_comm_ctx``; no effect, because each model keeps its own streams.
     """
+
+    torch_name = "FSDPParamGroup"
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -45,9 +59,6 @@ class ParamGroup:
         root: Root | None = self._unit.root
         if root is not None and any(1 in flat_param.reached for unit in root.units for flat_param in unit.flat_params):
             _reduce_kept(root)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise _no_attribute("FSDPParamGroup", name)
 
 
 def _reduce_kept(root: Root) -> None:
@@ -67,31 +78,29 @@ def _reduce_kept(root: Root) -> None:
         observer.backward_ends(is_reached=True, reduces=True)
 
 
-class StateContext:
+class StateContext(_Shown):
     """State that the units of one model share.
 
     Attributes:
         all_states: the state of each unit, outermost first; empty before the first forward, as in torch.
     """
 
+    torch_name = "FSDPStateContext"
+
     def __init__(self, states: list[TorchState]) -> None:
         self.all_states = states
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise _no_attribute("FSDPStateContext", name)
 
-
-class TorchState(_State):
+class TorchState(_Shown, _State):
     """The state of a sharded module, as torch's code reads it."""
+
+    torch_name = "FSDPState"
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._comm_ctx: object = None
-        self._fsdp_param_groups = [ParamGroup(unit)]
-
-    @property
-    def _fsdp_param_group(self) -> ParamGroup:
-        return self._fsdp_param_groups[0]
+        self._fsdp_param_group = ParamGroup(unit)
+        self._fsdp_param_groups = [self._fsdp_param_group]
 
     @property
     def _is_root(self) -> bool | None:
@@ -111,16 +120,6 @@ class TorchState(_State):
             "A forward method of a module that fairshard has sharded must be registered with fairshard's "
             "`register_fsdp_forward_method`, but was registered with torch's. Import the function from fairshard.nn."
         )
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise _no_attribute("FSDPState", name)
-
-
-def _no_attribute(owner: str, name: str) -> AttributeError:
-    return AttributeError(
-        f"`{name}` of torch's {owner} must not be used on a module that fairshard has sharded: fairshard has no such "
-        "attribute. Use the methods of FSDPModule."
-    )
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:

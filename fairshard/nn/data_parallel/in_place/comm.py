@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fairshard.checks.usage import assert_idle
-from fairshard.engine.tree import unit_of, units_below
+from fairshard.engine.tree import units_below
 from fairshard.engine.unit import Unit
 from fairshard.errors import OptionsExcludeError
-from fairshard.params.flat_param import FlatParam
-from fairshard.settings.check import CALLABLE, FLAG, Check, is_number
+from fairshard.settings.check import CALLABLE, FLAG, Check, is_number, require
 from fairshard.settings.groups import SavedGroup
 from fairshard.setup.claim import claim
 from fairshard.utils.buckets import Division
@@ -49,6 +48,7 @@ _DIVISOR = Check(
 )
 _INT = Check(lambda value: isinstance(value, int) and not isinstance(value, bool), "an int")
 _AT_LEAST_ONE = Check(lambda value: value > 0, "1 or more", ValueError)
+_BACKEND = Check(lambda backend: backend == "NCCL", '"NCCL", the only one with symmetric memory', ValueError)
 _STREAM = Check(lambda stream: stream is None or hasattr(stream, "wait_event"), "a stream of the device")
 _EVENT = Check(
     lambda event: all(hasattr(event, name) for name in ("record", "wait", "query")),
@@ -62,6 +62,8 @@ class CommMethods(nn.Module):
     Call them between passes, or between a forward and its backward, with the same arguments on all ranks;
     otherwise the ranks deadlock.
     """
+
+    _fairshard_unit: Unit
 
     # ---- sums over ranks
 
@@ -92,7 +94,7 @@ class CommMethods(nn.Module):
         """
         _NUMBER("factor", factor)
         _DIVISOR("factor", factor)
-        _reroute(_unit_of(self), "set_gradient_divide_factor", division=Division(1.0, float(factor)))
+        _reroute(self._fairshard_unit, "set_gradient_divide_factor", division=Division(1.0, float(factor)))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
@@ -127,11 +129,11 @@ class CommMethods(nn.Module):
             TrainingStateError: in the middle of a pass.
         """
         CALLABLE("hook", hook)
-        unit = _unit_of(self)
-        if stream is not None and unit.groups.replicas is not None:
-            raise ValueError(
-                "`stream` must be None on a mesh with replicas, but is given: hooks run on the stream of their sum."
-            )
+        unit = self._fairshard_unit
+        require(
+            stream is None or unit.groups.replicas is None,
+            "`stream` must be None on a mesh with replicas, but is given: hooks run on the stream of their sum.",
+        )
         _STREAM("stream", stream)
         _reroute(unit, "set_all_reduce_hook", hook=partial(_change, hook=hook, stream=stream))
 
@@ -168,8 +170,7 @@ class CommMethods(nn.Module):
             ValueError: a parameter is placed by `Owned`.
             TrainingStateError: in the middle of a pass.
         """
-        _check_customizable(_unit_of(self), "set_custom_all_gather", comm)
-        _reroute(_unit_of(self), "set_custom_all_gather", gather=partial(CustomGather, custom=comm))
+        _customize(self._fairshard_unit, "set_custom_all_gather", comm, gather=partial(CustomGather, custom=comm))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Sum this module's gradients over the shard group through ``comm``, in a separate bucket.
@@ -183,8 +184,7 @@ class CommMethods(nn.Module):
             ValueError: a parameter is placed by `Owned`.
             TrainingStateError: in the middle of a pass.
         """
-        _check_customizable(_unit_of(self), "set_custom_reduce_scatter", comm)
-        _reroute(_unit_of(self), "set_custom_reduce_scatter", scatter=partial(CustomReduce, custom=comm))
+        _customize(self._fairshard_unit, "set_custom_reduce_scatter", comm, scatter=partial(CustomReduce, custom=comm))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Gather parameters and reduce gradients of this module in memory from the backend's allocator.
@@ -195,12 +195,13 @@ class CommMethods(nn.Module):
             TrainingStateError: in the middle of a pass.
         """
         check_flag("enable", enable)
-        unit, name = _unit_of(self), "set_allocate_memory_from_process_group_for_comm"
-        if any(_is_custom(flat_param) for flat_param in unit.flat_params):
-            raise OptionsExcludeError(
-                "Custom communication cannot use memory of the process group, because it has its own `allocate`, but "
-                f"unit `{unit.fqn or 'root'}` has both. Allocate from the group in `allocate`."
-            )
+        unit, name = self._fairshard_unit, "set_allocate_memory_from_process_group_for_comm"
+        require(
+            _uses_group_memory(unit) or not any(each.route.gather or each.route.scatter for each in unit.flat_params),
+            "Custom communication cannot use memory of the process group, because it has its own `allocate`, but "
+            f"unit `{unit.fqn or 'root'}` has both. Allocate from the group in `allocate`.",
+            OptionsExcludeError,
+        )
         if not enable:
             _reroute(unit, name, gather=None, scatter=None)
             return
@@ -219,8 +220,7 @@ class CommMethods(nn.Module):
             ValueError: ``backend`` is not ``"NCCL"``.
             NotImplementedError: ``backend`` is ``"NCCL"``.
         """
-        if backend != "NCCL":
-            raise ValueError(f'`backend` must be "NCCL", the only one with symmetric memory, but is {backend!r}.')
+        _BACKEND("backend", backend)
         raise NotImplementedError(
             "`set_symm_mem_for_comm` is not supported: symmetric memory must stay allocated and registered on all "
             "ranks, but buffers are freed with each reshard. Allocate it in your own AllGather, for "
@@ -257,11 +257,13 @@ class CommMethods(nn.Module):
             ValueError: ``event`` belongs to another type of device.
         """
         _EVENT("event", event)
-        root = _unit_of(self).root or claim(self)
+        root = self._fairshard_unit.root or claim(self)
         device = getattr(event, "device", None)
         on_accelerator = is_asynchronous(root.shared.device)
-        if on_accelerator and device is not None and device.type != root.shared.device.type:
-            raise ValueError(f"`event` must belong to a stream of {root.shared.device}, but belongs to {device}.")
+        require(
+            not on_accelerator or device is None or device.type == root.shared.device.type,
+            f"`event` must belong to a stream of {root.shared.device}, but belongs to {device}.",
+        )
         root.shared.after_step = Event(event if on_accelerator else None)
 
 
@@ -272,20 +274,14 @@ def _change(reduced: Tensor, hook: Callable[[Tensor], object], stream: Any) -> N
         hook(reduced)
 
 
-def _unit_of(module: nn.Module) -> Unit:
-    unit = unit_of(module)
-    assert unit is not None
-    return unit
-
-
-def units_of_module(module: nn.Module, recurse: bool) -> list[Unit]:
+def units_of_module(module: CommMethods, recurse: bool) -> list[Unit]:
     """The unit of ``module``, and with ``recurse`` all below it.
 
     Raises:
         ValueError: ``recurse`` is not a bool.
     """
     check_flag("recurse", recurse)
-    return [unit for _, unit in units_below(module)] if recurse else [_unit_of(module)]
+    return [unit for _, unit in units_below(module)] if recurse else [module._fairshard_unit]
 
 
 def _check_idle(unit: Unit, method: str) -> None:
@@ -301,27 +297,27 @@ def _reroute(unit: Unit, method: str, **fields: Any) -> None:
         flat_param.follow_route()
 
 
-def _check_customizable(unit: Unit, method: str, comm: Any) -> None:
-    """Check that ``comm`` can be used for the communication of ``unit``, by ``method``."""
-    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
-        raise TypeError(f"`comm` must have `__call__` and `allocate`, but is {comm!r}.")
+def _customize(unit: Unit, method: str, comm: Any, **fields: Any) -> None:
+    """Use ``comm`` for the communication of ``unit``, by ``method``: set ``fields`` of the routes."""
+    require(
+        callable(comm) and callable(getattr(comm, "allocate", None)),
+        f"`comm` must have `__call__` and `allocate`, but is {comm!r}.",
+        TypeError,
+    )
     check_none_owned(unit.flat_params, method)
-    if any(map(_uses_group_memory, unit.flat_params)):
-        raise OptionsExcludeError(
-            f"`{method}` cannot be combined with memory of the process group, but unit `{unit.fqn or 'root'}` uses "
-            "it. Call set_allocate_memory_from_process_group_for_comm(False) first."
-        )
+    require(
+        not _uses_group_memory(unit),
+        f"`{method}` cannot be combined with memory of the process group, but unit `{unit.fqn or 'root'}` uses it. "
+        "Call set_allocate_memory_from_process_group_for_comm(False) first.",
+        OptionsExcludeError,
+    )
+    _reroute(unit, method, **fields)
 
 
-def _is_custom(flat_param: FlatParam) -> bool:
-    route = flat_param.route
-    return not _uses_group_memory(flat_param) and (route.gather is not None or route.scatter is not None)
-
-
-def _uses_group_memory(flat_param: FlatParam) -> bool:
+def _uses_group_memory(unit: Unit) -> bool:
     """Whether its collectives are the engine's, in memory from the backend."""
-    gather = flat_param.route.gather
-    return isinstance(gather, partial) and isinstance(gather.keywords["custom"], GroupAllGather)
+    gathers = [flat_param.route.gather for flat_param in unit.flat_params]
+    return any(isinstance(each, partial) and isinstance(each.keywords["custom"], GroupAllGather) for each in gathers)
 
 
 _twins: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()

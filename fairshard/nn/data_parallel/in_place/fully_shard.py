@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from fairshard.checks.leaf_writes import unpin
 from fairshard.checks.optimizer_check import watch_optimizers
@@ -15,27 +17,34 @@ from fairshard.engine.tree import UNIT_ATTRIBUTE, is_wrapper, modules_of, unit_o
 from fairshard.engine.unit import Unit
 from fairshard.nn.data_parallel.guards import in_place_keywords, lacks_forward
 from fairshard.nn.data_parallel.in_place.loading import serve_state_dicts, watch_scalars
-from fairshard.nn.data_parallel.in_place.members import Members
-from fairshard.nn.data_parallel.in_place.module import FSDPModule, sharded_class
-from fairshard.nn.data_parallel.in_place.per_parameter import Placement, modules_elsewhere, placing
+from fairshard.nn.data_parallel.in_place.module import FSDPModule, Members, sharded_class
 from fairshard.nn.data_parallel.torch_state import mark_managed, register
-from fairshard.settings.check import FUNCTION_OF_PARAMETER
-from fairshard.settings.config import UnitConfig
-from fairshard.settings.data_mesh import DataMesh, DataParallelMeshDims
-from fairshard.settings.fsdp1 import ShardingStrategy
-from fairshard.settings.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, adopt_policy
+from fairshard.params.slot import ParamSlot
+from fairshard.settings.check import FUNCTION_OF_PARAMETER, require
+from fairshard.settings.config import UnitConfig, resolve
+from fairshard.settings.fsdp import (
+    OFFLOAD_POLICY,
+    PRECISION_POLICY,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    adopt,
+)
 from fairshard.settings.groups import find_groups
-from fairshard.settings.mesh import default_mesh
-from fairshard.settings.resolve import resolve
+from fairshard.settings.mesh import DataMesh, DataParallelMeshDims, ShardPlacementResult, default_mesh
+from fairshard.settings.placements import Owned, RowBlocks
 from fairshard.settings.state_dicts import StateDictType, resolve_settings
 from fairshard.setup.construction import make_ready, resolve_construction
 from fairshard.setup.ignored import resolve_ignored
-from fairshard.setup.loads import loads_in
-from fairshard.setup.naming import place
+from fairshard.setup.lines import check_owner
 from fairshard.setup.sharding import check_not_sharded, shard_rows
+from fairshard.setup.survey import Survey
 from fairshard.utils.device import current_device
+from fairshard.utils.subclasses import check_dtensor_subclasses
 from fairshard.utils.user_line import level_of_user
 
+Placement = Callable[[nn.Parameter], Shard | RowBlocks | Owned | ShardPlacementResult | None]
 _AS_IS, _ON_DEVICE = MixedPrecisionPolicy(), OffloadPolicy()
 
 
@@ -136,8 +145,9 @@ def fully_shard(
     Source: PyTorch's function of the same name; the algorithm is ZeRO-3, Rajbhandari et al. 2020.
     """
     modules = _modules_of(module)
-    policy = adopt_policy("mp_policy", mp_policy, MixedPrecisionPolicy)
-    offloads = isinstance(adopt_policy("offload_policy", offload_policy, OffloadPolicy), CPUOffloadPolicy)
+    policy, offload = adopt(mp_policy), adopt(offload_policy)
+    PRECISION_POLICY("mp_policy", policy)
+    OFFLOAD_POLICY("offload_policy", offload)
     FUNCTION_OF_PARAMETER("shard_placement_fn", shard_placement_fn)
     data = DataMesh.of(default_mesh() if mesh is None else mesh, dp_mesh_dims)
     mesh = data.mesh
@@ -145,7 +155,7 @@ def fully_shard(
         reshard_after_forward,
         data,
         mixed_precision=policy.precision,
-        cpu_offload=offloads,
+        cpu_offload=isinstance(offload, CPUOffloadPolicy),
         bucket_cap_mb=bucket_cap_mb,
         order_check=order_check,
         nan_check=nan_check,
@@ -157,17 +167,17 @@ def fully_shard(
         options = {"shard_placement_fn": shard_placement_fn, "mp_policy": mp_policy, "offload_policy": offload_policy}
         options |= {"reshard_after_forward": reshard_after_forward, "ignored_params": ignored_params}
         options |= {"bucket_cap_mb": bucket_cap_mb, "order_check": order_check, "nan_check": nan_check}
-        for part, where in modules_elsewhere(tree, shard_placement_fn, data).items():
+        for part, where in _modules_elsewhere(tree, shard_placement_fn, data).items():
             again: Any = fully_shard  # mypy finds no overload for keywords from a dict
             again(part, **options, **where)
     groups = find_groups(config.sharding_strategy, None, mesh, None)
     device = current_device() if mesh.device_type != "cpu" else None
     how = replace(resolve_construction(None, device, None, False), leaves_meta=True)
-    ignored = resolve_ignored(tree, None, None, ignored_params, "ignored_params")
-    check_not_sharded(tree, ignored, data)
-    origin = make_ready(tree, how, ignored, groups.spanning())
-    placement_of, loads = placing(shard_placement_fn, data), lambda: loads_in(groups.shard.resolve())
-    flat_params = shard_rows(tree, config, data, origin, placement_of, loads, mp_policy)
+    survey = Survey(tree)
+    ignored = resolve_ignored(survey, None, None, ignored_params, "ignored_params")
+    check_not_sharded(survey, ignored, data)
+    origin = make_ready(survey, how, ignored, groups.spanning())
+    flat_params = shard_rows(survey, config, groups, data, origin, _placing(shard_placement_fn, data), mp_policy)
     unit = Unit(groups, flat_params, config, origin, Members(modules, policy.output_dtype))
     unit.state_dict_settings = resolve_settings(StateDictType.SHARDED_STATE_DICT, None, None)
     for member in modules:
@@ -179,53 +189,54 @@ def fully_shard(
         serve_state_dicts(unit, modules_of(member))
     watch_optimizers(flat_params, config)
     watch_scalars(param for flat_param in flat_params for param in flat_param.shows.registered)
-    for fqn, inner in units_below(tree):
-        place(inner, fqn)
+    for inner in (unit, *(inner for _, inner in survey.units)):
         inner.is_inner = inner is not unit
     return module
 
 
 def _modules_of(given: Any) -> list[nn.Module]:
     modules = list(given) if isinstance(given, (list, tuple)) else [given]
-    if not modules:
-        raise ValueError("`module` must be a module or a list of modules, but the list is empty.")
+    require(modules, "`module` must be a module or a list of modules, but the list is empty.")
     for module in modules:
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"`module` must be an nn.Module or a list of them, but holds an object of type {type(module).__name__}."
-            )
-        if unit_of(module) is not None:
-            how = "by FullyShardedDataParallel" if is_wrapper(module) else "by fully_shard"
-            raise ValueError(
-                f"A module must not be sharded twice, but this {type(module).__name__} has been sharded already {how}. "
-                "Leave this call out, and use one of the two throughout."
-            )
-        if lacks_forward(module):
-            raise ValueError(
-                f"A sharded module must have a forward, but a {type(module).__name__} has none. "
-                "Call fully_shard on the modules in it, or on `list(...)` of them to make them one unit."
-            )
-    if len(set(map(id, modules))) < len(modules):
-        raise ValueError("`module` must hold each module once, but holds one more than once.")
+        name = type(module).__name__
+        require(
+            isinstance(module, nn.Module),
+            f"`module` must be an nn.Module or a list of them, but holds an object of type {name}.",
+            TypeError,
+        )
+        require(
+            unit_of(module) is None,
+            f"A module must not be sharded twice, but this {name} has been sharded already "
+            f"{'by FullyShardedDataParallel' if is_wrapper(module) else 'by fully_shard'}. Leave this call out, and "
+            "use one of the two throughout.",
+        )
+        require(
+            not lacks_forward(module),
+            f"A sharded module must have a forward, but a {name} has none. Call fully_shard on the modules in it, or "
+            "on `list(...)` of them to make them one unit.",
+        )
+    require(len(set(map(id, modules))) == len(modules), "`module` must hold each module once, but holds one twice.")
     return modules
 
 
 def _config(reshard: Any, data: DataMesh, **settings: Any) -> UnitConfig:
-    num_ranks = data.num_shards
-    if reshard is not None and not isinstance(reshard, int):
-        raise ValueError(f"`reshard_after_forward` must be True, False, None or a number of ranks, but is {reshard!r}.")
-    if data.whole is not None and isinstance(reshard, int) and not isinstance(reshard, bool):
-        raise ValueError(
-            f"`reshard_after_forward` must be a bool or None with `dp_mesh_dims`, but is {reshard}. Pass True, or "
-            "leave `dp_mesh_dims` out and pass the data-parallel mesh."
-        )
+    num_ranks, is_number = data.num_shards, isinstance(reshard, int) and not isinstance(reshard, bool)
+    require(
+        reshard is None or isinstance(reshard, int),
+        f"`reshard_after_forward` must be True, False, None or a number of ranks, but is {reshard!r}.",
+    )
+    require(
+        data.whole is None or not is_number,
+        f"`reshard_after_forward` must be a bool or None with `dp_mesh_dims`, but is {reshard}. Pass True, or leave "
+        "`dp_mesh_dims` out and pass the data-parallel mesh.",
+    )
     keeps_root = reshard is None
     reshard = True if reshard is None else reshard
-    if not isinstance(reshard, bool):
-        if not 0 < reshard <= num_ranks or num_ranks % reshard:
-            raise ValueError(
-                f"`reshard_after_forward` must be a bool or divide the number of ranks, {num_ranks}, but is {reshard}."
-            )
+    if is_number:
+        require(
+            0 < reshard <= num_ranks and not num_ranks % reshard,
+            f"`reshard_after_forward` must be a bool or divide the number of ranks, {num_ranks}, but is {reshard}.",
+        )
         if reshard == 1:
             warnings.warn(
                 "`reshard_after_forward=1` keeps whole parameters on each rank, as False does. Pass False, or a "
@@ -246,3 +257,80 @@ def _config(reshard: Any, data: DataMesh, **settings: Any) -> UnitConfig:
         keeps_across_passes=True,
         **settings,
     )
+
+
+# ---- the answers of ``shard_placement_fn``
+
+
+def _placing(placement: Placement | None, data: DataMesh) -> Callable[[ParamSlot], int | RowBlocks | Owned]:
+    """A function that returns how parameters are cut over the ranks of ``data``, or a dimension."""
+    num_ranks = data.num_shards
+
+    def placement_of(slot: ParamSlot) -> int | RowBlocks | Owned:
+        found: Any = None if placement is None else placement(slot.leaf)
+        if found is not None and _elsewhere(found) is not None:
+            require(
+                _mesh_of(found) == data.mesh,
+                f"Parameters of one module must be sharded over the same ranks, but `shard_placement_fn` returned "
+                f"{_mesh_of(found)} for `{slot.fqn}`, whose module also has parameters on {data.mesh}. Put them into a "
+                "submodule with a forward of its own.",
+            )
+            found = found.placement
+        if found is None:
+            return 0
+        if isinstance(found, Owned):
+            check_owner(found, slot.fqn, num_ranks)
+        if isinstance(found, (RowBlocks, Owned)):
+            check_dtensor_subclasses(slot.fqn)
+            return found
+        require(
+            isinstance(found, Shard),
+            "`shard_placement_fn` must return a torch.distributed.tensor.Shard, a fairshard.nn.RowBlocks or Owned, a "
+            f"ShardPlacementResult or None, but returned {type(found).__name__} ({found!r}) for `{slot.fqn}`.",
+            TypeError,
+        )
+        shape = tuple(slot.shape)
+        require(
+            -len(shape) <= found.dim < len(shape),
+            f"`shard_placement_fn` must name a dimension of the parameter, but returned {found!r} for `{slot.fqn}`, "
+            f"which has shape {shape}.",
+        )
+        dim: int = found.dim % len(shape)
+        require(
+            not dim or not shape[dim] % num_ranks,
+            f"A dimension other than the first must be cut evenly, but {num_ranks} ranks do not divide dimension {dim} "
+            f"of `{slot.fqn}`, which has shape {shape}. Return None from `shard_placement_fn` for it.",
+        )
+        return dim
+
+    return placement_of
+
+
+def _modules_elsewhere(module: nn.Module, placement: Placement, data: DataMesh) -> dict[nn.Module, dict[str, Any]]:
+    """The outermost modules in ``module`` whose parameters are all sharded over the same ranks, but not of ``data``.
+
+    Returns ``mesh`` and ``dp_mesh_dims`` of each, as for `fully_shard`. Modules sharded already are left out.
+    """
+    found: dict[nn.Module, dict[str, Any]] = {}
+    for child in module.children():
+        if unit_of(child) is not None:
+            continue
+        answers = [placement(param) for param in child.parameters()]
+        info = _elsewhere(answers[0]) if answers else None
+        meshes = [_mesh_of(answer) for answer in answers]
+        if info is None or meshes[0] == data.mesh or any(mesh != meshes[0] for mesh in meshes):
+            found.update(_modules_elsewhere(child, placement, data))
+        else:
+            dims = getattr(info, "dp_mesh_dims", None)
+            found[child] = {"mesh": meshes[0] if dims is None else info.spmd_mesh, "dp_mesh_dims": dims}
+    return found
+
+
+def _elsewhere(found: Any) -> Any:
+    """The mesh, or its description, that a parameter is sharded over; None: that of its unit."""
+    return getattr(found, "mesh_info", None)
+
+
+def _mesh_of(found: Any) -> DeviceMesh | None:
+    info = _elsewhere(found)
+    return info if isinstance(info, DeviceMesh) else getattr(info, "mesh", None)

@@ -7,6 +7,7 @@ torch would raise.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -95,15 +96,17 @@ def _take_parts(
 
 # By optimizer: its number of parameters at the last check, and its 0-dim DTensor parameters.
 _found: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[DTensor]]] = weakref.WeakKeyDictionary()
-_is_installed = False
 
 
 def watch_scalars(params: Iterable[Tensor]) -> None:
     """If any of ``params`` is 0-dim, convert optimizer state of such parameters to DTensors before each step."""
-    global _is_installed
-    if not _is_installed and any(not param.dim() for param in params):
-        register_optimizer_step_pre_hook(_before_step)
-        _is_installed = True
+    if any(not param.dim() for param in params):
+        _install()
+
+
+@functools.cache
+def _install() -> None:
+    register_optimizer_step_pre_hook(_before_step)
 
 
 @untraced

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,15 +26,53 @@ from fairshard.nn.data_parallel.in_place.comm import CommMethods, check_flag, un
 from fairshard.nn.data_parallel.methods import ForwardMethod, explaining_methods
 from fairshard.nn.data_parallel.running import NOT_IN_A_GRAPH, run
 from fairshard.nn.data_parallel.torch_state import TorchFSDPModule, register, without_torch_keys
+from fairshard.settings.check import require
 from fairshard.settings.mesh import check_mesh
 from fairshard.setup.arguments import units_of
+from fairshard.setup.changes import adopt_changes
 from fairshard.setup.claim import claim
-from fairshard.setup.conversion import check_conversion, refuse_sharing
-from fairshard.setup.late_changes import adopt_changes
+from fairshard.setup.guard import check_conversion, refuse_sharing
 from fairshard.utils.dynamo import not_traced, set_tracer
 from fairshard.utils.graph_breaks import breaks_graph, untraced
 from fairshard.utils.nested import apply_to_tensors
 from fairshard.views.shown_dtensors import ShownDTensors
+
+
+class Members:
+    """The ``modules`` of one unit, which stays gathered from the first call of any until all have been called.
+
+    ``output_dtype``: the dtype to which their floating-point outputs are cast.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], output_dtype: torch.dtype | None) -> None:
+        self.modules = tuple(modules)
+        self.output_dtype = output_dtype
+        self._left: set[int] = set()
+
+    @property
+    def fqn(self) -> str:
+        """Name of the unit until the modules have names: their indexes, or empty for a single module."""
+        return ", ".join(str(index) for index in range(len(self.modules))) if len(self.modules) > 1 else ""
+
+    def in_order(self, names: Mapping[int, str]) -> list[str]:
+        """Names of the modules, in their order; skips modules whose ``id`` is not in ``names``."""
+        return [names[id(module)] for module in self.modules if id(module) in names]
+
+    @not_traced
+    def enter(self, module: nn.Module) -> None:
+        """``module`` is called."""
+        if len(self.modules) > 1:
+            self._left = self._left or set(range(len(self.modules)))
+            self._left.discard(self.modules.index(module))
+
+    def begin_pass(self) -> None:
+        """A pass begins: no module has been called yet."""
+        self._left = set()
+
+    @property
+    def has_uncalled(self) -> bool:
+        """Whether some, but not all, modules have been called: the unit stays gathered for the others."""
+        return bool(self._left)
 
 
 class UnshardHandle(torch.distributed.fsdp.UnshardHandle):
@@ -63,7 +100,6 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
     # The names must not collide with those of a user's class.
     _fairshard_class: type[nn.Module]
     _fairshard_methods: frozenset[str]
-    _fairshard_unit: Unit
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an instance of the original class; slicing a container, for example, calls its class."""
@@ -87,6 +123,10 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         if dtype is not None:
             function = functools.partial(_casting, dtype, function)
         return run(self, unit, function, args, kwargs)
+
+    def _fairshard_gather_in(self, method_name: str) -> None:
+        """Run the method like the forward from now on."""
+        self.__class__ = sharded_class(self._fairshard_class, self._fairshard_methods | {method_name})
 
     # ---- gathering
 
@@ -120,11 +160,12 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
             TrainingStateError: inside the module's own forward.
         """
         unit = self._fairshard_unit
-        if unit.state is TrainingState.FORWARD:
-            raise TrainingStateError(
-                f"`reshard` must not be called inside the forward of the module itself, `{unit.fqn or 'root'}`, which "
-                "computes with the parameters. Call it after the forward."
-            )
+        require(
+            unit.state is not TrainingState.FORWARD,
+            f"`reshard` must not be called inside the forward of the module itself, `{unit.fqn or 'root'}`, which "
+            "computes with the parameters. Call it after the forward.",
+            TrainingStateError,
+        )
         unpin(unit)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -212,11 +253,12 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
             TrainingStateError: this is not the outermost module.
         """
         root = root_of(self)
-        if root.units[0] is not self._fairshard_unit:
-            raise TrainingStateError(
-                "`reset_iter_state` must be called on the outermost sharded module, but this is "
-                f"`{self._fairshard_unit.fqn}`. Call it on the model."
-            )
+        require(
+            root.units[0] is self._fairshard_unit,
+            "`reset_iter_state` must be called on the outermost sharded module, but this is "
+            f"`{self._fairshard_unit.fqn}`. Call it on the model.",
+            TrainingStateError,
+        )
         root.engine.reset(root)
 
     def set_device_mesh(self, mesh: DeviceMesh) -> None:
@@ -233,11 +275,11 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
             if unit.root is not None:
                 assert_idle(unit.root, "set_device_mesh")
             wanted = 1 if unit.groups.replicas is None else 2
-            if mesh.ndim != wanted:
-                raise ValueError(
-                    f"`mesh` must have {wanted} dimension{'s' * (wanted - 1)}, like the original mesh of unit "
-                    f"`{unit.fqn or 'root'}`, but has {mesh.ndim}."
-                )
+            require(
+                mesh.ndim == wanted,
+                f"`mesh` must have {wanted} dimension{'s' * (wanted - 1)}, like the original mesh of unit "
+                f"`{unit.fqn or 'root'}`, but has {mesh.ndim}.",
+            )
         for unit in units:
             unit.groups.set(mesh.get_group() if mesh.ndim == 1 else (mesh.get_group(1), mesh.get_group(0)))
             unit.root = None
@@ -258,8 +300,14 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients of all parameters, those of DTensors where `parameters` yields whole ones too."""
-        with showing_shards(units_below(self)):
+        shown = [unit for _, unit in units_below(self) if unit.registered.are_leaves and not unit.open_calls]
+        for unit in shown:
+            unit.registered.swap(to_leaves=False)
+        try:
             super().zero_grad(set_to_none)
+        finally:
+            for unit in shown:
+                unit.registered.swap(to_leaves=unit.is_gathered)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FSDPModule:
         refuse_sharing(fn)
@@ -292,19 +340,6 @@ class FSDPModule(CommMethods, TorchFSDPModule):  # type: ignore[misc]  # types o
         watch_copy(self._fairshard_unit)
 
 
-@contextmanager
-def showing_shards(units: Sequence[tuple[str, Unit]]) -> Iterator[None]:
-    """Register DTensors inside the ``with`` block, also for ``units`` that the user has gathered."""
-    shown = [unit for _, unit in units if unit.registered.are_leaves and not unit.open_calls]
-    for unit in shown:
-        unit.registered.swap(to_leaves=False)
-    try:
-        yield
-    finally:
-        for unit in shown:
-            unit.registered.swap(to_leaves=unit.is_gathered)
-
-
 def root_of(module: FSDPModule) -> Root:
     """The root of the unit of ``module``; if it has none, `claim` makes ``module`` the outermost module."""
     return module._fairshard_unit.root or claim(module)
@@ -334,11 +369,6 @@ def sharded_class(original: type[nn.Module], forward_methods: frozenset[str] = f
     return _classes[key]
 
 
-def run_gathered(module: FSDPModule, method_name: str) -> None:
-    """Make ``module`` run its method ``method_name`` like its forward."""
-    module.__class__ = sharded_class(module._fairshard_class, module._fairshard_methods | {method_name})
-
-
 def _rebuilt(original: type[nn.Module], forward_methods: frozenset[str]) -> nn.Module:
     """An empty sharded module of class ``original``, to be filled with state."""
     made = original.__new__(original)
@@ -348,12 +378,9 @@ def _rebuilt(original: type[nn.Module], forward_methods: frozenset[str]) -> nn.M
 
 @not_traced
 def _casting(dtype: torch.dtype, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
     outputs = function(*args, **kwargs)
     tracer = set_tracer(None)
     try:
-        return apply_to_tensors(cast, outputs)
+        return apply_to_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, outputs)
     finally:
         set_tracer(tracer)

@@ -1,22 +1,32 @@
-"""A wrapper's methods for its backwards: how gradients are reduced and clipped, and what is gathered ahead."""
+"""A wrapper's methods for its backwards: how gradients are reduced and clipped, gathering ahead, uneven inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from fairshard.checks.order_check import OrderCheck
 from fairshard.checks.usage import assert_idle
+from fairshard.checks.values_check import compare_values
+from fairshard.engine.root import Root
 from fairshard.engine.tree import units_below
 from fairshard.errors import TrainingStateError
+from fairshard.extras.join.join import Call, Join, leave
+from fairshard.extras.join.optimizers import JoinedOptimizers, without_grads
 from fairshard.nn.comm_hooks import LOW_PRECISION_HOOKS
 from fairshard.nn.data_parallel.wrapper.state import StateMethods
 from fairshard.optim.grad_norm import clip_grad_norm_
-from fairshard.settings.check import CALLABLE, FLAG, Check
-from fairshard.settings.fsdp1 import ShardingStrategy
+from fairshard.settings.check import CALLABLE, FLAG, Check, require
+from fairshard.settings.fsdp import ShardingStrategy
+from fairshard.settings.groups import SavedGroup
 from fairshard.setup.arguments import units_of
 from fairshard.utils.buckets import Division
 from fairshard.utils.graph_breaks import untraced
@@ -26,7 +36,7 @@ from fairshard.views.ragged import check_none_owned
 
 
 class GradMethods(StateMethods):
-    """Methods of a wrapper for the reduction and clipping of gradients, and for gathering ahead."""
+    """Methods of a wrapper for gradients, for gathering ahead, and for ranks with different numbers of batches."""
 
     @untraced
     @contextmanager
@@ -85,23 +95,27 @@ class GradMethods(StateMethods):
         root = self._require_root("register_comm_hook")
         assert_idle(root, "register_comm_hook")
         for unit in root.units:
-            if unit.config.sharding_strategy.is_hybrid:
-                raise ValueError(
-                    "`register_comm_hook` must not be used with hybrid sharding, whose gradients are reduced in two "
-                    f"groups, but unit `{unit.fqn or 'root'}` is {unit.config.sharding_strategy.name}."
-                )
-            if any(isinstance(flat_param.bucket_kind, HookKind) for flat_param in unit.flat_params):
-                raise RuntimeError("`register_comm_hook` must be called once, but a hook is already registered.")
-        if OrderCheck.of(root).has_begun:
-            raise RuntimeError("`register_comm_hook` must be called before the first forward, but one has run.")
-        for unit in root.units:
+            require(
+                not unit.config.sharding_strategy.is_hybrid,
+                "`register_comm_hook` must not be used with hybrid sharding, whose gradients are reduced in two "
+                f"groups, but unit `{unit.fqn or 'root'}` is {unit.config.sharding_strategy.name}.",
+            )
+            require(
+                not any(isinstance(flat_param.bucket_kind, HookKind) for flat_param in unit.flat_params),
+                "`register_comm_hook` must be called once, but a hook is already registered.",
+                RuntimeError,
+            )
             check_none_owned(unit.flat_params, "register_comm_hook")
+        require(
+            not OrderCheck.of(root).has_begun,
+            "`register_comm_hook` must be called before the first forward, but one has run.",
+            RuntimeError,
+        )
         for unit in root.units:
-            in_place = unit.config.sharding_strategy is ShardingStrategy.NO_SHARD
+            reduce = _reducing(hook, state, unit.config.sharding_strategy is ShardingStrategy.NO_SHARD)
             for flat_param in unit.flat_params:
                 if getattr(hook, "__name__", "") in _LOW_PRECISION:
                     flat_param.reduce_dtype = flat_param.compute_dtype  # the hook casts
-                reduce = _in_place(hook, state) if in_place else _into_shard(hook, state)
                 flat_param.bucket_kind = HookKind(reduce, root.shared.reduce_stream, flat_param.name)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -163,41 +177,122 @@ class GradMethods(StateMethods):
             TrainingStateError: no forward has run.
         """
         FLAG("is_last_backward", is_last_backward)
-        root = self._unit.root
-        if root is None:
+        if self._unit.root is None:
             raise TrainingStateError(
                 "`set_is_last_backward` must be called between a forward and its backward, but no forward has "
                 "run. Call it after a forward."
             )
-        root.is_last_backward = is_last_backward
+        self._unit.root.is_last_backward = is_last_backward
 
+    # ---- uneven inputs
+
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        *,
+        stateful: Iterable[Any] = (),
+    ) -> Iterator[None]:
+        """Context in which ranks may run out of batches at different times, in training or evaluation. **Collective.**
+
+        A rank that reaches the end of the block takes part in the collectives of the other ranks until all are done: it
+        gathers, contributes zero gradients, clips, and steps its shards. The sum of gradients is divided by the number
+        of all ranks, or, without ``divide_by_initial_world_size``, by the number of ranks that still compute. With
+        ``throw_on_early_termination`` all ranks raise as soon as one is done and another continues. ``enable=False``
+        does nothing. Only on the outermost wrapper.
+
+        ``stateful``, the same list on each rank, holds objects that a rank needs when it is done: optimizers that may
+        not have stepped yet, and objects such as schedulers, which get the state of the last rank. Once a rank is done,
+        the only collective method allowed in the block is ``clip_grad_norm_``.
+
+        Raises:
+            NotRootError: this is an inner wrapper.
+            ValueError: the units use several process groups.
+            TypeError: an object in ``stateful`` has no state, or was passed as another argument.
+            FairshardError: on all ranks, if one raised, or if a rank that is done cannot follow.
+        """
+        _ALL_RANKS("divide_by_initial_world_size", divide_by_initial_world_size)
+        if not enable:
+            yield
+            return
+        optimizers, join = self._join(throw_on_early_termination, divide_by_initial_world_size, stateful)
+        try:
+            with join.taking_part(optimizers.finish):
+                yield
+        finally:
+            optimizers.close()
+            join.close()
+
+    # ---- for torch.distributed.algorithms.Join, which must be given this wrapper alone
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Hook that PyTorch's ``Join([model])`` calls on a rank that is done; keywords are those of `join`."""
+        divides_by_all = kwargs.get("divide_by_initial_world_size", True)
+        return _Hook(*self._join(False, divides_by_all, kwargs.get("stateful", ())))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Device of the tensors that count the ranks still computing."""
+        return self._require_root("join").shared.device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """Process group over which these ranks are counted."""
+        group: SavedGroup = self._unit.group
+        return group.resolve()
+
+    def _configure_join(self, config: Any) -> None:
+        root = self._require_root("join")
+        if not config.is_first_joinable:
+            leave(root)
+            raise ValueError("A wrapper must be alone in PyTorch's Join, but is not the first. Use model.join().")
+        if not config.enable:
+            leave(root)
+        elif root.join is not None:
+            root.join.throws = config.throw_on_early_termination
+
+    _join_config = property(fset=_configure_join, doc="Configuration that PyTorch's Join sets.")
+
+    # ---- private
+
+    def _join(self, throws: bool, divides_by_all: bool, stateful: Iterable[Any]) -> tuple[JoinedOptimizers, Join]:
+        root = self._require_root("join")
+        optimizers = JoinedOptimizers(root, stateful)
+        calls: dict[str, Call] = {"step": optimizers.follow, "clip_grad_norm_": partial(_follow_clip, root)}
+        join = Join(root, throws, divides_by_all, calls)
+        compare_values(root)  # a rank may run out of batches before its first forward
+        leave(root)
+        assert_idle(root, "join")
+        join.enter()
+        optimizers.open(join)
+        return optimizers, join
+
+
+Joinable.register(GradMethods)
 
 _DIVISOR = Check(lambda factor: factor > 0, "a positive number to divide gradients by", ValueError)
+_ALL_RANKS = replace(FLAG, how="Pass optimizers and schedulers as `stateful=[...]`.")
 _LOW_PRECISION = {hook.__name__ for hook in LOW_PRECISION_HOOKS}  # PyTorch's hooks have the same names
 
 
-def _into_shard(hook: Callable[..., Any], state: Any) -> Callable[[Tensor, Tensor], object]:
+def _reducing(hook: Callable[..., Any], state: Any, in_place: bool) -> Callable[[Tensor, Tensor], object]:
+    """A function that fills a shard with the mean of gradients by ``hook``, which may change them ``in_place``."""
+
     def reduce(flat: Tensor, shard: Tensor) -> None:
-        _check_returned(hook(state, flat, shard), shard, "shard")
+        name, mean = ("grad", flat) if in_place else ("shard", shard)
+        returned = hook(state, flat) if in_place else hook(state, flat, shard)
+        if not (returned is None or (isinstance(returned, Tensor) and is_same_memory(returned, mean))):
+            raise TypeError(  # the engine would ignore a mean or a future
+                f"A communication hook must leave the mean in `{name}`, its last argument, and return None, but "
+                f"returned {type(returned).__name__}. Copy the mean there (`{name}.copy_(...)`), and wait for "
+                "asynchronous work."
+            )
+        if in_place:
+            shard.copy_(flat)
 
     return reduce
-
-
-def _in_place(hook: Callable[..., Any], state: Any) -> Callable[[Tensor, Tensor], object]:
-    def reduce(flat: Tensor, shard: Tensor) -> None:
-        _check_returned(hook(state, flat), flat, "grad")
-        shard.copy_(flat)
-
-    return reduce
-
-
-def _check_returned(returned: Any, wanted: Tensor, name: str) -> None:
-    """Raise if the hook returned a value, such as a mean or a future, which the engine would ignore."""
-    if not (returned is None or (isinstance(returned, Tensor) and is_same_memory(returned, wanted))):
-        raise TypeError(
-            f"A communication hook must leave the mean in `{name}`, its last argument, and return None, but returned "
-            f"{type(returned).__name__}. Copy the mean there (`{name}.copy_(...)`), and wait for asynchronous work."
-        )
 
 
 def _number(name: str, value: Any) -> float:
@@ -208,3 +303,32 @@ def _number(name: str, value: Any) -> float:
             f"`{name}` of clip_grad_norm_ must be a number, but is a {type(value).__name__}. The method knows the "
             "parameters, unlike torch's function: call `model.clip_grad_norm_(max_norm)`."
         ) from error
+
+
+class _Hook(JoinHook):
+    """Hook that PyTorch's ``Join`` runs on a rank that is done."""
+
+    def __init__(self, optimizers: JoinedOptimizers, join: Join) -> None:
+        self._optimizers = optimizers
+        self._join = join
+
+    def main_hook(self) -> None:
+        """Take part in the next collectives of the other ranks."""
+        self._join.follow_pass()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Finish when all ranks are done."""
+        try:
+            self._optimizers.finish()
+        finally:
+            self._optimizers.close()
+            self._join.close()
+
+
+def _follow_clip(root: Root, max_norm: float, norm_type: float) -> Callable[[], object]:
+    def clip() -> None:
+        ignored = dict.fromkeys(param for unit in root.units for param in unit.origin.ignored.params)
+        with without_grads(list(ignored)):
+            clip_grad_norm_(root.units, max_norm, norm_type)
+
+    return clip

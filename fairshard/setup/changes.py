@@ -1,17 +1,19 @@
-"""Parameters that appear in a model after it was sharded: refused by name.
+"""Changes to a model after it was sharded: each is adopted, or refused with an error that names the parameter.
 
-When a pass begins, the modules and the parameters that the model has are compared with those of the last check, in some
-50 ns each. If they are others, every parameter is looked at.
+Parameters that appear later are refused. When a pass begins, the modules and the parameters that the model has are
+compared with those of the last check, in some 50 ns each. If they are others, every parameter is looked at.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from operator import is_
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -19,9 +21,76 @@ from fairshard.checks.shards import stepped_of
 from fairshard.engine.tree import is_wrapper, paths_of, unit_of, walk
 from fairshard.engine.unit import Unit
 from fairshard.errors import FairshardError
+from fairshard.params.flat_param import FlatParam
 from fairshard.params.slot import ParamSlot, slot_of
 from fairshard.utils.failures import reported
 from fairshard.utils.names import join
+
+
+def adopt_changes(unit: Unit) -> None:
+    """Adopt moves and casts of a unit that registers DTensors; split flat params that now differ in dtype or device."""
+    flat_params: list[FlatParam] = []
+    for flat_param in unit.flat_params:
+        registered = flat_param.shows.registered
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, param in enumerate(registered):
+            kinds.setdefault((param.dtype, param.device), []).append(index)
+        if len(kinds) <= 1:
+            flat_param.adopt_assigned()
+        splits = len(kinds) > 1 and not any(param.is_meta for param in registered)  # all have memory
+        flat_params += [_part(flat_param, indexes) for indexes in kinds.values()] if splits else [flat_param]
+    unit.flat_params = flat_params
+
+
+def _part(flat_param: FlatParam, indexes: Sequence[int]) -> FlatParam:
+    """The parameters ``indexes`` of ``flat_param``, now of one dtype and device, as a separate flat param.
+
+    The registered parameters and the objects in `stepped` stay the same. Split off all other parameters too.
+    """
+    shows: Any = flat_param.shows
+    part = FlatParam(shows.split(indexes), flat_param.slots[indexes[0]].fqn, replace(flat_param.route))
+    part.trained = bytes(flat_param.trained[index] for index in indexes)
+    for index, stepped in enumerate(part.stepped):
+        stepped.move_to(part, index)
+    part.adopt_assigned()
+    part.shows.link()
+    return part
+
+
+def adopt_all_changes(module: nn.Module, units: Sequence[Unit]) -> None:
+    """Adopt all changes of ``units``, which are in ``module``; no communication.
+
+    Raises:
+        FairshardError: parameters are still on the meta device, or were added or replaced.
+    """
+    in_place = [unit for unit in units if unit.members is not None]
+    for unit in in_place:
+        adopt_changes(unit)
+    flat_params = [flat_param for unit in in_place for flat_param in unit.flat_params]
+    pairs = [pair for each in flat_params for pair in zip(each.slots, each.shows.registered, strict=True)]
+    left = [slot.fqn for slot, param in pairs if param.is_meta]
+    if left:
+        raise FairshardError(
+            "Parameters must have memory and values before the first forward, but "
+            f"{', '.join(f'`{fqn}`' for fqn in left[:3])} and {max(0, len(left) - 3)} more are still on the meta "
+            "device. Call `model.to_empty(device=...)`, then initialise them, or load a state dict."
+        )
+    check_all_known(module)
+    for slot, _ in pairs:  # RNNs rebuild their lists of weights whenever they are moved
+        for owner, name in slot.owners:
+            if isinstance(owner, nn.RNNBase) and name in owner._flat_weights_names:
+                owner._flat_weights[owner._flat_weights_names.index(name)] = slot.leaf
+
+
+def connect(unit: Unit) -> None:
+    """Connect unpickled DTensors of ``unit`` to its process groups."""
+    groups = [group.resolve() for group in (unit.groups.replicas, unit.groups.shard) if group is not None]
+    for flat_param in unit.flat_params if unit.members is not None else ():
+        shown: Any = flat_param.shows  # DTensors
+        shown.connect(*groups[-shown.mesh.ndim :])
+
+
+# ---- parameters that are added or replaced
 
 
 class Known:
@@ -87,13 +156,13 @@ def check_all_known(module: nn.Module) -> bool:
             if slot is not None and holds(slot, param):
                 continue
             fqn = join(unit.fqn, join(path, name))
-            if slot is None:
-                if stepped_of(param) is None and slot_of(param) is None:
-                    raise FairshardError(refusal_of_new(fqn, is_wrapper(holder)))
-                continue
-            _check_replacement(slot, param, fqn, is_wrapper(holder))
-            any_replaced = True
-            _refuse_if_trained(part, name, param, slot, fqn)
+            other = stepped_of(param)
+            if slot is not None:
+                any_replaced = True
+                _check_replacement(slot, param, fqn, other)
+                _refuse_if_trained(part, name, param, slot, fqn)
+            elif other is None and slot_of(param) is None:
+                raise FairshardError(_refusal_of_new(fqn, is_wrapper(holder)))
     return any_replaced
 
 
@@ -113,17 +182,17 @@ def _not_ignored(holder: nn.Module, unit: Unit) -> Iterable[tuple[str, nn.Module
                     yield path, part, name, param
 
 
-def _check_replacement(slot: ParamSlot, param: nn.Parameter, fqn: str, in_wrapper: bool) -> None:
-    other = stepped_of(param) if slot.registered is not None else None
-    if other is not None:
+def _check_replacement(slot: ParamSlot, param: nn.Parameter, fqn: str, other: Any) -> None:
+    """Raise if ``param``, which replaces that of ``slot``, is registered for ``other`` shards, or is a DTensor."""
+    registered = slot.registered
+    if other is not None and registered is not None:
         raise FairshardError(
             f"Weights must be tied before they are sharded, but sharded parameter `{other.name}` was assigned to "
             f"`{fqn}`: each has its own shards, and would be trained by itself. Tie them before sharding; to copy the "
             "values, call `copy_` under `torch.no_grad()`."
         )
-    registered = slot.registered
     if isinstance(param, DTensor) and isinstance(registered, DTensor) and param.device_mesh == registered.device_mesh:
-        raise FairshardError(refusal_of_new(fqn, in_wrapper))
+        raise FairshardError(_refusal_of_new(fqn, in_wrapper=False))
 
 
 class _Refusal:
@@ -140,16 +209,14 @@ class _Refusal:
 
 def _refuse_if_trained(module: nn.Module, name: str, param: nn.Parameter, slot: ParamSlot, fqn: str) -> None:
     """Make a backward raise that accumulates a gradient in ``param`` while it is still ``module.name``."""
-    if not param.requires_grad or not param.is_leaf:
-        return
     hooks: Any = param._post_accumulate_grad_hooks or {}
-    if not any(isinstance(hook, _Refusal) for hook in hooks.values()):
+    if param.requires_grad and param.is_leaf and not any(isinstance(hook, _Refusal) for hook in hooks.values()):
         is_dtensor = isinstance(slot.registered, DTensor)
-        text = _refusal_of_whole(fqn) if is_dtensor else refusal_of_new(fqn, True)
+        text = _refusal_of_whole(fqn) if is_dtensor else _refusal_of_new(fqn, in_wrapper=True)
         param.register_post_accumulate_grad_hook(_Refusal(module, name, text))
 
 
-def refusal_of_new(fqn: str, in_wrapper: bool) -> str:
+def _refusal_of_new(fqn: str, in_wrapper: bool) -> str:
     """The error message for a parameter that was added to a sharded model."""
     how = (
         "Add it before wrapping, or wrap the model with its module in `ignored_modules`; to change the values of a "

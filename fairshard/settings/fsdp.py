@@ -1,8 +1,8 @@
-"""Option objects of FSDP1: sharding strategy, prefetch, offload and precision.
+"""Option objects of both entry points: strategy, prefetch, precision and offload.
 
 PyTorch's classes of the same names (``torch.distributed.fsdp``) are accepted wherever these are.
 
-Source: PyTorch's FSDP, for names and defaults.
+Source: PyTorch's FSDP and FSDP2, for names and defaults.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -94,15 +94,78 @@ class MixedPrecision:
         check_fields(self)
 
 
-Option = TypeVar("Option", ShardingStrategy, BackwardPrefetch, CPUOffload, MixedPrecision)
+# ---- of `fully_shard`
 
 
-def adopt(value: Any, cls: type[Option]) -> Any:
-    """``value`` converted to ``cls`` if it is an object of PyTorch's class of that name; otherwise unchanged."""
-    theirs = type(value)
-    if theirs.__name__ != cls.__name__ or not theirs.__module__.startswith("torch.distributed."):
-        return value
-    if issubclass(cls, Enum):
-        return cls[value.name]
-    names = {field.name for field in fields(cls)}
-    return cls(**{name: getattr(value, name) for name in names if hasattr(value, name)})
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of compute and gradients; shards, their gradients and optimizer state keep the parameters' dtype.
+
+    Attributes:
+        param_dtype: dtype in which parameters are gathered and compute; their own if None.
+        reduce_dtype: dtype in which gradients are reduced and accumulated; ``param_dtype`` if None.
+        output_dtype: floating outputs of each sharded module are cast to it; None does not cast.
+        cast_forward_inputs: floating inputs of each sharded module are cast to ``param_dtype``.
+    """
+
+    param_dtype: torch.dtype | None = field(default=None, metadata=must(DTYPE, FLOATING))
+    reduce_dtype: torch.dtype | None = field(default=None, metadata=must(DTYPE, FLOATING))
+    output_dtype: torch.dtype | None = field(default=None, metadata=must(DTYPE, FLOATING))
+    cast_forward_inputs: bool = field(default=True, metadata=must(FLAG))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def precision(self) -> MixedPrecision:
+        """The policy as a `MixedPrecision` for one unit."""
+        casts = self.cast_forward_inputs and self.param_dtype is not None
+        return MixedPrecision(
+            param_dtype=self.param_dtype,
+            reduce_dtype=self.reduce_dtype,
+            cast_forward_inputs=casts,
+            cast_root_forward_inputs=casts,
+        )
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """No offload: nothing is kept in host memory."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, their gradients and optimizer state are kept in host memory; parameters are gathered from there.
+
+    ``pin_memory`` is accepted without effect: with a GPU, host memory is always pinned as far as limits allow.
+    """
+
+    pin_memory: bool = True
+
+
+# ---- PyTorch's objects
+
+_ENUMS = {cls.__name__: cls for cls in (ShardingStrategy, BackwardPrefetch)}
+_OBJECTS: dict[str, type[Any]] = {
+    cls.__name__: cls for cls in (CPUOffload, MixedPrecision, MixedPrecisionPolicy, CPUOffloadPolicy, OffloadPolicy)
+}
+
+
+def adopt(value: Any) -> Any:
+    """Our object for one of PyTorch's class of the same name, or of a subclass; any other value is unchanged."""
+    for theirs in type(value).__mro__:
+        if theirs.__module__.startswith("torch.distributed."):
+            if theirs.__name__ in _ENUMS:
+                return _ENUMS[theirs.__name__][value.name]
+            if theirs.__name__ in _OBJECTS:
+                own = _OBJECTS[theirs.__name__]
+                return own(**{one.name: getattr(value, one.name) for one in fields(own) if hasattr(value, one.name)})
+    return value
+
+
+def _policy(cls: type) -> Check:
+    how = f"Pass a {cls.__name__} of fairshard.nn or torch.distributed.fsdp."
+    return Check(cls, f"a {cls.__name__}", how=how)
+
+
+PRECISION_POLICY, OFFLOAD_POLICY = _policy(MixedPrecisionPolicy), _policy(OffloadPolicy)
