@@ -34,6 +34,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: every cell of a big matrix; runs with -m 'full or not full' only")
     config.addinivalue_line("markers", "pairs: without `full`, only cells that together hold every pair of parameters")
+    config.addinivalue_line("markers", "behaviour(name): what the file is the one home of; see behaviours.md")
     config.addinivalue_line("markers", "gpu: what only a device can show; runs with --device only")
     config.addinivalue_line("markers", "cpu_only(reason): tests behaviour of gloo or of CPU memory only")
     # torch's store looks up the name of each rank that connects, and a DNS server may drop the question: 1 s, not 5 s.

@@ -4,10 +4,9 @@ import io
 import pickle
 
 import torch
-import torch.distributed as dist
 
-from tests.models import tiny_batch, tiny_loss
-from tests.reference import sgd
+from tests.models import loss_of_tiny
+from tests.reference import run_steps
 
 
 def by_pickle(model):
@@ -24,13 +23,5 @@ def by_torch_save(model):
 
 
 def losses_of(model, num_steps=2):
-    """The losses of a few steps with a new optimizer."""
-    optimizer, losses = sgd(model), []
-    for step in range(num_steps):
-        *inputs, targets = tiny_batch(dist.get_rank(), step)
-        loss = tiny_loss(model(*inputs), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    """The losses of a few steps of a `Tiny` with a new optimizer."""
+    return run_steps(model, loss_of_tiny, num_steps)

@@ -1,8 +1,10 @@
 """Ranks that tests kill: forked, to start fast; the notes they write survive the kill; those of a launcher."""
 
+import atexit
 import contextlib
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -27,6 +29,32 @@ def fork(play):
     if not pid:
         play()
     return pid
+
+
+def play_to_the_end(body, log, note):
+    """Call ``body()`` in a forked process with its output in ``log``, and end as Python ends a program.
+
+    Notes the exception that ended it. Does not return.
+    """
+    code = 1
+    try:
+        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        body()
+        code = 0
+    except BaseException as error:
+        sys.last_exc = error
+        note(f"raised {type(error).__name__}: {' / '.join(str(error).splitlines())}")
+        sys.excepthook(*sys.exc_info())
+    finally:
+        try:
+            threading._shutdown()  # waits for all threads that are not daemons
+            atexit._run_exitfuncs()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
 
 def children_of(parent):

@@ -1,5 +1,6 @@
 """What a wrapped model must compute, spelled out with plain torch: every rank trains a whole replica."""
 
+import contextlib
 import copy
 import functools
 import math
@@ -9,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fairshard.nn import FullyShardedDataParallel as FSDP
 from tests.kit import rank_device
+from tests.kit.doors import no_sync, whole
 
 
-def mean_over_ranks(tensor, group=None, num_shards=None):
-    """Sum over ranks, in rank order and in fp32 (or wider), divided by the number of ranks.
+def mean_over_ranks(tensor, group=None, num_shards=None, divisor=None):
+    """Sum over ranks, in rank order and in fp32 (or wider), divided by the number of ranks, or by ``divisor``.
 
     With ``num_shards``, each run of ``num_shards`` consecutive ranks is summed first, then those sums.
     """
@@ -23,7 +26,7 @@ def mean_over_ranks(tensor, group=None, num_shards=None):
     parts = [part.to(wide) for part in parts]
     step = num_shards or len(parts)
     sums = [functools.reduce(torch.add, parts[first : first + step]) for first in range(0, len(parts), step)]
-    return functools.reduce(torch.add, sums) / len(parts)
+    return functools.reduce(torch.add, sums) / (divisor or len(parts))
 
 
 def means_of(grads, mean):
@@ -156,9 +159,10 @@ def assert_same_state(actual, expected, rtol=None, atol=None):
         )
 
 
-def assert_same_step(plain, wrapped):
+def assert_same_step(plain, wrapped, averages=True):
     """With the gradients that both have now, one step of SGD gives the same bits."""
-    average_grads_(plain.parameters())
+    if averages:
+        average_grads_(plain.parameters())
     sgd(plain).step()
     sgd(wrapped).step()
     assert_same_state(wrapped.state_dict(), plain.state_dict())
@@ -175,28 +179,56 @@ def train_alike(model, wrap, loss_of, **how):
     return wrapped
 
 
-def train_both(plain, wrapped, loss_of, *, num_steps=3, num_micro=1, momentum=0.9, rtol=None, atol=None):
-    """Train a plain model and its wrapped twin side by side; losses and final state agree, up to `rounding`.
+def train_both(
+    plain, sharded, loss_of, *, num_steps=3, num_micro=1, momentum=0.9, rtol=None, atol=None, before=lambda model: None
+):
+    """Train a plain model and its sharded twin side by side; losses and final state agree, up to `rounding`.
 
     ``loss_of(model, step)`` is one forward on this rank's batch of ``step``. The optimizer is SGD with momentum, which
     reveals a wrong constant factor. With ``num_micro`` > 1 each step sums that many backwards, each of them reduced.
+    ``before(model)`` runs before each step. A parameter without gradients stays None, unless it is in a flat shard.
     """
-    of_plain, of_wrapped = (sgd(m, momentum=momentum) for m in (plain, wrapped))
+    of_plain, of_sharded = (sgd(m, momentum=momentum) for m in (plain, sharded))
     exact = rounding()
     rtol, atol = exact[0] if rtol is None else rtol, exact[1] if atol is None else atol
     for step in range(num_steps):
+        before(sharded)
         for micro in range(num_micro):
-            expected, actual = loss_of(plain, (step, micro)), loss_of(wrapped, (step, micro))
+            expected, actual = loss_of(plain, (step, micro)), loss_of(sharded, (step, micro))
             torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
             if expected.requires_grad:
                 expected.backward()
                 actual.backward()
-        average_grads_(plain.parameters())
+        average_grads_(plain.parameters(), keeps_none=not isinstance(sharded, FSDP))
         of_plain.step()
-        of_wrapped.step()
+        of_sharded.step()
         of_plain.zero_grad()
-        of_wrapped.zero_grad()
-    assert_same_state(wrapped.state_dict(), plain.state_dict(), rtol, atol)
+        of_sharded.zero_grad()
+    assert_same_state(whole(sharded), plain.state_dict(), rtol, atol)
+
+
+def run_steps(model, loss_of, num_steps=3, num_micro=1, *, optimizer=None, clip=lambda model: None, after=lambda: None):
+    """The losses of steps of SGD with momentum, or of ``optimizer``; the last of ``num_micro`` backwards reduces.
+
+    ``loss_of(model, (step, micro))`` is one forward. ``clip(model)`` is called before each step, ``after()`` after it.
+    """
+    optimizer, losses = optimizer or sgd(model), []
+    for step in range(num_steps):
+        for micro in range(num_micro):
+            with contextlib.nullcontext() if micro == num_micro - 1 else no_sync(model):
+                loss = loss_of(model, (step, micro))
+                loss.backward()
+            losses.append(loss.item())
+        clip(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        after()
+    return losses
+
+
+def squares(model, key=0):
+    """A loss of a model with four inputs, on this rank's batch of ``key``, whose gradient reaches the inputs."""
+    return model(randn(3, 4, key=key).requires_grad_()).square().sum()
 
 
 def sgd(model, lr=0.1, momentum=0.9):

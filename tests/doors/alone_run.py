@@ -6,7 +6,6 @@ All worlds run at the same time, forked from this process, so that torch is impo
 case: what each rank has noted, with the seconds since rank 1 was stopped or rank 0 began, and how long each lived.
 """
 
-import atexit
 import datetime
 import functools
 import json
@@ -14,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -27,7 +25,7 @@ from torch import nn
 from fairshard.checkpoint import Checkpointer, load, save, writer
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
-from tests.forked import Notes, fork
+from tests.forked import Notes, fork, play_to_the_end
 
 TIMEOUT_S, SLOW_S = 3.0, 4.5
 START_S, APART_S = 60.0, 0.3  # of two worlds: they share the processors, and have a short timeout
@@ -193,34 +191,19 @@ def _meeting(meets, tensor):
 
 
 def play(case, rank, folder, port):
-    """Run one rank in a forked process, and end it as Python ends a program. Does not return."""
-    code = 1
+    """Run one rank in a forked process. Does not return."""
     note = Notes(str(folder / "notes"), rank, is_timed=True)
-    try:
-        file = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
+
+    def body():
         torch.set_num_threads(1)
         start, timeout = (datetime.timedelta(seconds=seconds) for seconds in (START_S, TIMEOUT_S))
         where = f"tcp://127.0.0.1:{port}"
         dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2, timeout=start)
         dist.barrier()
         dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
-        world = World(rank, folder, note)
-        getattr(world, case)()
-        code = 0
-    except BaseException as error:
-        sys.last_exc = error
-        note(f"raised {type(error).__name__}: {' / '.join(str(error).splitlines())}")
-        sys.excepthook(*sys.exc_info())
-    finally:
-        try:
-            threading._shutdown()  # waits for all threads that are not daemons
-            atexit._run_exitfuncs()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        getattr(World(rank, folder, note), case)()
+
+    play_to_the_end(body, folder / "log", note)
 
 
 def main(folder, cases):

@@ -10,6 +10,8 @@ import pytest
 
 from tests.doors.alone_run import TIMEOUT_S
 
+pytestmark = pytest.mark.behaviour("a rank alone")
+
 REPOSITORY = Path(__file__).parents[2]
 ALONE = {
     "construction": "FullyShardedDataParallel",

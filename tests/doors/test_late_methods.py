@@ -1,18 +1,18 @@
 """Methods that change whole parameters, called on a sharded module: refused by name with the cure, or as in torch."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
 
 from fairshard.errors import FairshardError, ParameterShardedError
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn import fully_shard
+from tests.kit.doors import main_doors, shard, whole
 from tests.on_ranks import on_ranks
 
-DOORS = pytest.mark.parametrize("door", ["flat", "orig_params", "fully_shard"])
-WHEN = pytest.mark.parametrize("has_run", [False, True])
+pytestmark = pytest.mark.behaviour("late methods")
+
+IDS = torch.arange(4)
+has_run_or_not = pytest.mark.parametrize("has_run", [False, True])
 
 
 class Language(nn.Module):
@@ -39,76 +39,57 @@ class Language(nn.Module):
         self.head.reset_parameters()
 
 
-IDS = torch.arange(4)
-
-
 def sharded(door, has_run, is_tied=False):
-    net = Language(is_tied)
-    model = fully_shard(net) if door == "fully_shard" else FSDP(net, use_orig_params=door == "orig_params")
+    model = shard(Language(is_tied), door)
     if has_run:
         model(IDS)  # the outermost unit stays gathered for a backward
     return model
 
 
 @on_ranks(2)
-@DOORS
-@WHEN
+@main_doors
+@has_run_or_not
 def test_resizing_is_refused(door, has_run):
     """If it fails, or if its writes would be lost, the error says to resize first."""
     model = sharded(door, has_run)
     with pytest.raises(ParameterShardedError, match=r"`resize_token_embeddings` of.*Language.*before sharding"):
         model.resize_token_embeddings(8)
+    if door == "flat":
+        error = pytest.raises(FairshardError, match=r"`embed.weight` must keep its shape \(6, 4\).*but has \(8, 4\)")
+        with error, FSDP.summon_full_params(model):
+            model.module.resize_token_embeddings(8)
     assert model(IDS).shape == (4, 6)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", ["flat", "orig_params"])
-@WHEN
-def test_resetting_is_refused_unless_parameters_are_whole(door, has_run):
-    """The error names both ways to reset whole parameters, and they work."""
+@main_doors
+@has_run_or_not
+def test_resetting_is_refused_unless_parameters_are_whole_or_dtensors(door, has_run):
+    """The wrapper's error names both ways to reset parameters, and they work; of DTensors ranks reset rows."""
     model = sharded(door, has_run)
-    with pytest.raises(ParameterShardedError, match=r"`reset_parameters` of.*summon_full_params.*allow_reset_param"):
+    before = whole(model)["head.weight"]
+    if door == "fully_shard":
         model.reset_parameters()
-    with FSDP.summon_full_params(model):
-        before = model.module.head.weight.clone()
-        model.reset_parameters()
-    with FSDP.summon_full_params(model):
-        assert not torch.equal(before, model.module.head.weight)
+    else:
+        with pytest.raises(
+            ParameterShardedError, match=r"`reset_parameters` of.*summon_full_params.*allow_reset_param"
+        ):
+            model.reset_parameters()
+        with FSDP.summon_full_params(model):
+            model.reset_parameters()
+    assert not torch.equal(before, whole(model)["head.weight"])
 
 
 @on_ranks(2)
-def test_resetting_dtensors_works():
-    """As in torch: each rank initialises its rows."""
-    model = sharded("fully_shard", has_run=False)
-    before = model.head.weight.full_tensor()
-    model.reset_parameters()
-    assert not torch.equal(before, model.head.weight.full_tensor())
-
-
-@on_ranks(2)
-def test_tying_flattened_weights_is_refused():
-    """torch's TypeError about a placeholder becomes an error that says to tie first."""
-    for is_tied, has_run in itertools.product((False, True), repeat=2):
-        model = sharded("flat", has_run, is_tied=is_tied)
-        with pytest.raises(ParameterShardedError, match=r"`tie_weights` of.*Language.*before sharding"):
+@main_doors
+@has_run_or_not
+def test_tying(door, has_run):
+    """Tying flattened weights raises and says to tie first; where modules hold parameters, tied ones stay tied."""
+    for is_tied in (False, True):
+        model = sharded(door, has_run, is_tied)
+        if door == "flat":
+            with pytest.raises(ParameterShardedError, match=r"`tie_weights` of.*Language.*before sharding"):
+                model.tie_weights()
+        elif is_tied:
             model.tie_weights()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("door", ["orig_params", "fully_shard"])
-def test_tying_again_what_was_tied_before_sharding_is_allowed(door):
-    """Where modules hold parameters, nothing changes, also after a forward."""
-    for has_run in (False, True):
-        model = sharded(door, has_run, is_tied=True)
-        model.tie_weights()
-        model(IDS).sum().backward()
-
-
-@on_ranks(2)
-def test_resizing_a_shown_parameter_is_refused():
-    """A parameter of another shape inside `summon_full_params` raises at the end of the block, and is not cut."""
-    model = sharded("flat", has_run=False)
-    error = pytest.raises(FairshardError, match=r"`embed.weight` must keep its shape \(6, 4\).*but has \(8, 4\)")
-    with error, FSDP.summon_full_params(model):
-        model.module.resize_token_embeddings(8)
-    assert model(IDS).shape == (4, 6)
+            model(IDS).sum().backward()

@@ -23,6 +23,8 @@ from fairshard.nn import StateDictType, observe
 from tests.doors.mistakes import BATCH, check, layer, loss_of, two
 from tests.on_ranks import on_ranks
 
+pytestmark = pytest.mark.behaviour("mistakes in use")
+
 
 def inner():
     """A wrapped model with an inner wrapper."""

@@ -1,4 +1,4 @@
-"""Calls of a sharded module that cannot work: on two threads at once, and in transforms of ``torch.func``."""
+"""Calls of a sharded module that cannot work: on two threads at once, in transforms, and under a fake mode."""
 
 import copy
 import threading
@@ -6,21 +6,15 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fairshard.errors import FairshardError, TrainingStateError
-from fairshard.nn import fully_shard
-from tests.doors.fully_shard.models import shard_tiny
-from tests.models import loss_of_tiny, mlp, tiny, wrap_each, wrap_tiny
+from tests.kit.doors import both_apis, shard
+from tests.models import loss_of_tiny, mlp, tiny
 from tests.on_ranks import on_ranks
 from tests.reference import randn, train_both
 
-SHARDED = [shard_tiny, wrap_tiny]
-
-
-def shard_each(model):
-    """`fully_shard` of the first child, and of the whole."""
-    fully_shard(model[0])
-    return fully_shard(model)
+pytestmark = pytest.mark.behaviour("refused calls")
 
 
 class Meeting(nn.Module):
@@ -37,15 +31,13 @@ class Meeting(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("is_wrapped", [True, False])
-def test_a_second_thread_is_refused(is_wrapped):
+@both_apis
+def test_a_second_thread_is_refused(door):
     """A forward on a second thread raises at once, where it would hang or mix up gathers; the first one is right."""
-    meeting = Meeting()
+    meeting, x = Meeting(), randn(2, 4)
     plain = mlp(4, 4)[0]
-    model = nn.Sequential(copy.deepcopy(plain), meeting)
-    model = wrap_each(model) if is_wrapped else shard_each(model)
+    model = shard(nn.Sequential(copy.deepcopy(plain), meeting), door, "0")
     meeting.has_tried.set()
-    x = randn(2, 4)
     model(x).sum().backward()
     meeting.is_here.clear()
     meeting.has_tried.clear()
@@ -62,22 +54,32 @@ def test_a_second_thread_is_refused(is_wrapped):
     model(x).sum().backward()
 
 
+def under_a_fake_mode(model, x):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(None, None)
+
+
+TRANSFORMS = r"transforms of torch\.func.*`root`.*torch\.autograd\.grad"
+REFUSED = [
+    (TRANSFORMS, lambda model, x: torch.func.grad(lambda x: model(x, x).sum())(x)),
+    (TRANSFORMS, lambda model, x: torch.func.vmap(lambda x: model(x, x))(x)),
+    (TRANSFORMS, lambda model, x: torch.func.jvp(lambda x: model(x, x), (x,), (x,))),
+    ("`root`.*FakeTensorMode", under_a_fake_mode),
+]
+
+
+@pytest.mark.pairs
 @on_ranks(1, 2)
-@pytest.mark.parametrize("shard", SHARDED)
-def test_transforms_of_torch_func_are_refused(shard):
-    """A call inside ``torch.func.grad``, ``vmap`` or ``jvp`` raises by name, and the model then trains as before."""
+@both_apis
+@pytest.mark.parametrize("has_run", [False, True])
+def test_transforms_and_fake_modes_are_refused(door, has_run):
+    """A call in ``torch.func.grad``, ``vmap`` or ``jvp``, or under a fake mode, raises; training then is as before."""
     plain = tiny()
-    model = shard(copy.deepcopy(plain))
-    x = randn(2, 4)
-    for call in (
-        lambda: torch.func.grad(lambda x: model(x, x).sum())(x),
-        lambda: torch.func.vmap(lambda x: model(x, x))(x),
-        lambda: torch.func.jvp(lambda x: model(x, x), (x,), (x,)),
-    ):
-        with pytest.raises(FairshardError, match=r"transforms of torch\.func.*`root`.*torch\.autograd\.grad"):
-            call()
-    if shard is wrap_tiny:
-        train_both(plain, model, loss_of_tiny, num_steps=2)
-    else:
+    model = shard(copy.deepcopy(plain), door, "first", "second")
+    if has_run:
         loss_of_tiny(model, (0,)).backward()
-        assert model.embed.weight.grad is not None
+        model.zero_grad()
+    for match, call in REFUSED:
+        with pytest.raises(FairshardError, match=match):
+            call(model, randn(2, 4))
+    train_both(plain, model, loss_of_tiny, num_steps=2)

@@ -9,6 +9,8 @@ from fairshard.engine.plan import Plan
 from fairshard.engine.record import Pass, Sight
 from fairshard.engine.schedule import CallPlace
 
+pytestmark = pytest.mark.behaviour("answers")
+
 
 class Unit:
     """Stands in for a unit; ``leaves``: for each parameter whether autograd reaches it."""

@@ -16,6 +16,8 @@ from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import average_grads_, randn
 
+pytestmark = pytest.mark.behaviour("changes in a forward")
+
 
 class Net(nn.Module):
     """Two units inside a third, which calls ``inner`` as ``way`` says."""

@@ -17,6 +17,8 @@ from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd
 
+pytestmark = pytest.mark.behaviour("collective counts")
+
 WIDTHS = (6, 11, 7, 5)
 SIZES = [before * after + after for before, after in itertools.pairwise(WIDTHS)]
 

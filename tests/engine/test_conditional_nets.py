@@ -3,12 +3,15 @@
 import contextlib
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.engine.random_nets import CAPS_MB, DOORS, draw, flat_groups, loss_of, shard, whole_state
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import sgd
+
+pytestmark = pytest.mark.behaviour("random nets")
 
 TOLERANCE = 2e-6  # fp32 sums over three batches, in different orders, of numbers near 1
 

@@ -24,6 +24,8 @@ from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import sgd
 
+pytestmark = pytest.mark.behaviour("the contract of ranks")
+
 NUM_STEPS = 3
 
 

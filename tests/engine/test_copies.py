@@ -13,6 +13,8 @@ from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd
 
+pytestmark = pytest.mark.behaviour("copies of memory")
+
 WIDTHS = (6, 11, 7, 5)
 SIZES = [before * after + after for before, after in itertools.pairwise(WIDTHS)]
 FP32, BF16 = 4, 2

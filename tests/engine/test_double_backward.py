@@ -12,6 +12,8 @@ from tests.models import tiny, tiny_batch, tiny_loss, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, sgd
 
+pytestmark = pytest.mark.behaviour("double backward")
+
 
 def loss_of(model, *key):
     *inputs, targets = tiny_batch(dist.get_rank(), *key)

@@ -27,9 +27,12 @@ from fairshard.nn.data_parallel import TrainingState
 from fairshard.utils.groups import communicator
 from tests.engine.random_nets import shard
 from tests.kit import rank_device
+from tests.kit.doors import gathered
 from tests.models import mlp
 from tests.on_ranks import on_ranks
-from tests.reference import assert_same_state, assert_same_step, average_grads_, randn, sgd
+from tests.reference import assert_same_step, randn, sgd, squares, train_both
+
+pytestmark = pytest.mark.behaviour("exceptions")
 
 
 class Fault(nn.Module):
@@ -69,10 +72,6 @@ def fault_of(model):
     return next(module for module in model.modules() if isinstance(module, Fault))
 
 
-def loss_of(model, key):
-    return model(randn(3, 4, key=key)).square().sum()
-
-
 @pytest.mark.pairs
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("when", ["forward", "backward"])
@@ -80,41 +79,24 @@ def loss_of(model, key):
 @pytest.mark.parametrize("wrap", [FSDP, wrap_layers], ids=["one", "each"])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_the_step_after_an_exception_is_clean(when, position, wrap, reshard):
-    """The exception arrives unchanged; the next steps give the same results as without it."""
-    plain = faulty(position)
-    wrapped = wrap(copy.deepcopy(plain), reshard_after_forward=reshard)
-    of_plain, of_wrapped = sgd(plain), sgd(wrapped)
-    for step in range(4):
-        if step % 2:
+    """The exception arrives unchanged; the next steps give the same results as without it.
+
+    After one clean pass every unit is idle and nothing is gathered.
+    """
+
+    def loss_of(model, key):
+        if model is wrapped and key[0] % 2:
             fault_of(wrapped).when = when
             with pytest.raises(KeyError, match=f"in {when}"):
-                loss_of(wrapped, (step, "bad")).backward()
+                squares(wrapped, (key, "bad")).backward()
             fault_of(wrapped).when = None
-        of_wrapped.zero_grad()
-        expected, actual = loss_of(plain, step), loss_of(wrapped, step)
-        assert torch.equal(actual, expected)
-        expected.backward()
-        actual.backward()
-        average_grads_(plain.parameters())
-        of_plain.step()
-        of_wrapped.step()
-        of_plain.zero_grad()
-    assert_same_state(wrapped.state_dict(), plain.state_dict())
+            wrapped.zero_grad()
+        return squares(model, key)
 
-
-@on_ranks(2)
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_everything_is_idle_and_resharded_by_the_next_pass(when):
-    """After an exception and one clean pass every unit is idle and nothing is gathered."""
-    wrapped = wrap_layers(faulty(1))
-    fault_of(wrapped).when = when
-    with pytest.raises(KeyError):
-        loss_of(wrapped, 0).backward()
-    fault_of(wrapped).when = None
-    loss_of(wrapped, 1).backward()
-    for _, unit in units_below(wrapped):
-        assert unit.state is TrainingState.IDLE
-        assert not unit.is_gathered
+    wrapped = wrap(faulty(position), reshard_after_forward=reshard)
+    train_both(faulty(position), wrapped, loss_of, num_steps=4)
+    assert gathered(wrapped) == []
+    assert all(unit.state is TrainingState.IDLE for _, unit in units_below(wrapped))
 
 
 @on_ranks(2)
@@ -124,9 +106,8 @@ def test_after_a_failed_forward_everything_is_idle_at_once():
     fault_of(wrapped).when = "forward"
     with pytest.raises(KeyError):
         wrapped(randn(3, 4))
-    for _, unit in units_below(wrapped):
-        assert unit.state is TrainingState.IDLE
-        assert not unit.is_gathered
+    assert gathered(wrapped) == []
+    assert all(unit.state is TrainingState.IDLE for _, unit in units_below(wrapped))
     assert list(wrapped.state_dict()) == list(faulty(1).state_dict())
 
 
@@ -162,14 +143,14 @@ def test_what_no_sync_accumulated_survives_a_failed_pass():
     plain = faulty(1)
     wrapped = wrap_layers(copy.deepcopy(plain))
     with wrapped.no_sync():
-        loss_of(wrapped, 0).backward()
+        squares(wrapped, 0).backward()
         fault_of(wrapped).when = "forward"
         with pytest.raises(KeyError):
-            loss_of(wrapped, 1)
+            squares(wrapped, 1)
         fault_of(wrapped).when = None
-    loss_of(wrapped, 2).backward()
+    squares(wrapped, 2).backward()
     for key in (0, 2):
-        loss_of(plain, key).backward()
+        squares(plain, key).backward()
     assert_same_step(plain, wrapped)
 
 
@@ -179,19 +160,19 @@ def test_no_optimizer_steps_a_part_of_a_gradient():
     wrapped = wrap_layers(faulty(1), bucket_cap_mb=0)
     optimizer = sgd(wrapped)
     with wrapped.no_sync():
-        loss_of(wrapped, 0).backward()
+        squares(wrapped, 0).backward()
     fault_of(wrapped).when = "backward"  # the last layer is sent before it raises
     with pytest.raises(KeyError):
-        loss_of(wrapped, 1).backward()
+        squares(wrapped, 1).backward()
     fault_of(wrapped).when = None
     before = wrapped.state_dict()
-    loss_of(wrapped, 2).backward()
+    squares(wrapped, 2).backward()
     with pytest.raises(PartialGradientError, match="zero_grad"):
         optimizer.step()
     for name, value in wrapped.state_dict().items():
         assert torch.equal(value, before[name]), name
     optimizer.zero_grad()
-    loss_of(wrapped, 3).backward()
+    squares(wrapped, 3).backward()
     optimizer.step()
     assert not torch.equal(wrapped.state_dict()["0.weight"], before["0.weight"])
 
@@ -207,17 +188,17 @@ def test_a_skipped_batch_leaves_no_mixture_of_gradients(door, comes_after):
         layer.is_unit = isinstance(layer, nn.Linear) or layer is model
     wrapped = shard(model, door, bucket_cap_mb=0)
     optimizer = sgd(wrapped)
-    loss_of(wrapped, 0).backward()
+    squares(wrapped, 0).backward()
     fault_of(wrapped).when = "backward"
     with pytest.raises(KeyError):
-        loss_of(wrapped, 1).backward()
+        squares(wrapped, 1).backward()
     fault_of(wrapped).when = None
     if comes_after == "a backward":
-        loss_of(wrapped, 2).backward()
+        squares(wrapped, 2).backward()
     with pytest.raises(PartialGradientError, match="zero_grad"):
         optimizer.step()
     optimizer.zero_grad()
-    loss_of(wrapped, 3).backward()
+    squares(wrapped, 3).backward()
     optimizer.step()
 
 
@@ -334,7 +315,7 @@ def interrupted(wrap, **kwargs):
     model = wrap(nn.Sequential(layers[0], Fault(), *layers[1:]).to(rank_device()), **kwargs)
     fault_of(model).when = "backward"
     with pytest.raises(KeyError, match="in backward"):
-        loss_of(model, 0).backward()
+        squares(model, 0).backward()
     return model
 
 
@@ -363,21 +344,7 @@ def test_a_dropped_model_needs_no_rank_any_more(wrap):
             gc.collect()
     interrupted_here = [root.backward is not None for root in every_root() if root not in earlier]
     assert interrupted_here == ([] if dist.get_rank() == 0 else [True])
-    other = wrap(mlp(4, 9, 5))
-    optimizer = sgd(other)
-    plain = mlp(4, 9, 5)
-    of_plain = sgd(plain)
-    for step in range(2):
-        for one, stepped in ((other, optimizer), (plain, of_plain)):
-            loss_of(one, step).backward()
-            if one is plain:
-                average_grads_(plain.parameters())
-            stepped.step()
-            stepped.zero_grad()
-    state = other.state_dict()
-    if wrap is sharded_in_place:
-        state = {name: value.full_tensor() for name, value in state.items()}
-    assert_same_state(state, plain.state_dict())
+    train_both(mlp(4, 9, 5), wrap(mlp(4, 9, 5)), squares)
 
 
 @pytest.mark.cpu_only("works of devices need not be waited for")
@@ -423,13 +390,13 @@ def test_a_hook_on_a_gradient_that_raises_leaves_nothing_behind(wrap, bucket_cap
 
     handle = list(model.parameters())[-1].register_post_accumulate_grad_hook(fail)
     with pytest.raises(KeyError, match="mine"):
-        loss_of(model, 0).backward()
+        squares(model, 0).backward()
     handle.remove()
     optimizer = sgd(model)
     with pytest.raises(PartialGradientError):
         optimizer.step()
     optimizer.zero_grad()
     for each in (model, expected):
-        loss_of(each, 1).backward()
+        squares(each, 1).backward()
     for param, other in zip(model.parameters(), expected.parameters(), strict=True):
         assert param.grad.equal(other.grad)

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 
+import pytest
 import torch
 from torch import nn
 
@@ -13,6 +14,8 @@ from fairshard.nn import fully_shard
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd
+
+pytestmark = pytest.mark.behaviour("late ends of backwards")
 
 
 def run_backward(model, fails=False):

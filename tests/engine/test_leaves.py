@@ -10,6 +10,8 @@ from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import randn
 
+pytestmark = pytest.mark.behaviour("leaves")
+
 
 def test_a_data_view_survives_refilling_its_buffer():
     """Views taken through ``.data`` have their own version counter: the backward uses the refilled memory."""

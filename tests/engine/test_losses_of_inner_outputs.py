@@ -14,6 +14,8 @@ from tests.models import Tiny, loss_of_tiny, tiny, tiny_batch, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, average_grads_, sgd, train_alike
 
+pytestmark = pytest.mark.behaviour("losses of inner outputs")
+
 
 def features_of(model, names, key):
     """One forward; returns the outputs of each call of the modules ``names``."""

@@ -15,6 +15,8 @@ from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import mean_over_ranks, randn
 
+pytestmark = pytest.mark.behaviour("gradients of low precision")
+
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 # Parameters and gradients in one dtype, or gradients in another dtype.
 policies = pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Units that return their own parameters or views of them; accumulated gradients after an exception."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -8,12 +9,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from fairshard.errors import PartialGradientError, PendingGradientError
-from tests.engine.random_nets import DOORS, shard, whole_state
+from tests.engine.random_nets import DOORS, shard
 from tests.kit import rank_device
+from tests.kit.doors import whole
 from tests.on_ranks import in_full, on_ranks
-from tests.reference import average_grads_, randn, sgd
+from tests.reference import assert_same_state, average_grads_, randn, sgd, squares, train_both
 
-TOLERANCE = {"rtol": 2e-6, "atol": 2e-6}  # sums over ranks in another order, in fp32
+pytestmark = pytest.mark.behaviour("outputs that are parameters")
+
+# Sums over ranks in another order, in fp32.
+train_states = functools.partial(train_both, rtol=2e-6, atol=2e-6)
 
 
 class Scaled(nn.Module):
@@ -108,21 +113,6 @@ def test_a_unit_that_returns_its_own_parameter_trains(door):
     train_states(plain, shard(copy.deepcopy(plain), door), loss_of_clip)
 
 
-def train_states(plain, wrapped, loss_of):
-    """Three steps of both; all parameters agree."""
-    of_plain, of_wrapped = sgd(plain), sgd(wrapped)
-    for step in range(3):
-        for model in (plain, wrapped):
-            loss_of(model, step).backward()
-        average_grads_(plain.parameters())
-        for optimizer in (of_plain, of_wrapped):
-            optimizer.step()
-            optimizer.zero_grad()
-    state = whole_state(wrapped)
-    for name, expected in plain.state_dict().items():
-        torch.testing.assert_close(state[name], expected, **TOLERANCE)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("door", DOORS)
 def test_hooks_on_a_returned_parameter_do_not_pile_up(door):
@@ -207,15 +197,12 @@ def test_an_exception_after_no_sync_never_leaves_a_part(door, names):
     fault = next(module for module in wrapped.modules() if isinstance(module, Faulty))
     optimizer = sgd(wrapped, momentum=0.0)
 
-    def loss_of(model, key):
-        return model(randn(3, 4, key=key)).square().sum()
-
     _set_sync(wrapped, False)
-    loss_of(wrapped, 0).backward()
+    squares(wrapped, 0).backward()
     _set_sync(wrapped, True)
     fault.fails = True
     with pytest.raises(KeyError, match="on purpose"):
-        loss_of(wrapped, 1).backward()
+        squares(wrapped, 1).backward()
     fault.fails = False
     raised = False
     try:
@@ -225,29 +212,21 @@ def test_an_exception_after_no_sync_never_leaves_a_part(door, names):
     except PartialGradientError:
         raised = True
     if not raised:
-        loss_of(wrapped, 2).backward()
+        squares(wrapped, 2).backward()
         try:
             optimizer.step()
         except PartialGradientError:
             raised = True
     if not raised:
         for key in (0, 2):
-            loss_of(plain, key).backward()
+            squares(plain, key).backward()
         average_grads_(plain.parameters())
         sgd(plain, momentum=0.0).step()
-        _assert_same(plain, wrapped)
+        assert_same_state(whole(wrapped), plain.state_dict(), 2e-6, 2e-6)
     optimizer.zero_grad()
-    with torch.no_grad():
-        for name, value in whole_state(wrapped).items():
-            plain.state_dict()[name].copy_(value)
+    plain.load_state_dict(whole(wrapped))
     plain.zero_grad()
-    train_states(plain, wrapped, lambda model, key: loss_of(model, ("after", key)))
-
-
-def _assert_same(plain, wrapped):
-    state = whole_state(wrapped)
-    for name, expected in plain.state_dict().items():
-        torch.testing.assert_close(state[name], expected, **TOLERANCE)
+    train_states(plain, wrapped, lambda model, key: squares(model, ("after", key)))
 
 
 def _set_sync(model, reduces):

@@ -2,10 +2,13 @@
 
 import sys
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fairshard.engine.record import Checkpoints, ForwardOrder, Pass, Record, Sight, Token
+
+pytestmark = pytest.mark.behaviour("the record of calls")
 
 passes = st.lists(st.sampled_from("abcd"), max_size=8)
 # A forward as nested calls: [("a", [("b", [])]), ("c", [])].

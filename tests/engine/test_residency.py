@@ -7,6 +7,8 @@ import pytest
 
 from fairshard.engine.residency import Action, Event, Keeps, State, action, table
 
+pytestmark = pytest.mark.behaviour("residency")
+
 HERE = (State.GATHERING, State.WHOLE)
 FACTS = [name for name, param in inspect.signature(action).parameters.items() if param.kind is param.KEYWORD_ONLY]
 

@@ -8,11 +8,13 @@ from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.data_parallel import TrainingState
-from tests.engine.random_nets import shard, whole_state
+from tests.engine.random_nets import shard
 from tests.kit import rank_device
 from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
-from tests.reference import assert_same_state, average_grads_, randn, sgd, train_alike
+from tests.reference import assert_same_step, average_grads_, randn, squares, train_alike, train_both
+
+pytestmark = pytest.mark.behaviour("reused modules")
 
 
 class Repeat(nn.Module):
@@ -28,23 +30,13 @@ class Repeat(nn.Module):
         return x
 
 
-def wrap_layer(model, **kwargs):
-    model.layer = FSDP(model.layer, **kwargs)
-    return FSDP(model, **kwargs)
-
-
-def loss_of(model, key):
-    return model(randn(3, 4, key=key)).square().sum()
-
-
 @on_ranks(1, 2)
 @pytest.mark.parametrize("times", [2, 5])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_unit_called_several_times_in_a_forward(times, reshard):
-    """The gradient of a unit is the sum over its calls."""
-    model = Repeat(mlp(4, 4), times)
-    # Autograd adds the gradients of the calls in the order in which it reaches them, which is the same for both.
-    train_alike(model, lambda m: wrap_layer(m, reshard_after_forward=reshard), loss_of)
+    """The gradient of a unit is the sum over its calls, which autograd adds in the order in which it reaches them."""
+    how = {"reshard_after_forward": reshard}
+    train_both(Repeat(mlp(4, 4), times), FSDP(Repeat(FSDP(mlp(4, 4), **how), times), **how), squares)
 
 
 class Tree(nn.Module):
@@ -86,56 +78,56 @@ def test_a_unit_that_calls_itself(door, reshard):
     wrapped = copy.deepcopy(plain)
     wrapped.is_unit = wrapped.layer.is_unit = True
     wrapped = shard(wrapped, door, reshard_after_forward=reshard)
-    for step in range(3):
-        for model in (plain, wrapped):
-            loss_of(model, step).backward()
-        average_grads_(plain.parameters())
-        for model in (plain, wrapped):
-            sgd(model).step()
-            model.zero_grad()
-    assert_same_state(whole_state(wrapped), plain.state_dict(), rtol=2e-6, atol=2e-6)
+    train_both(plain, wrapped, squares, rtol=2e-6, atol=2e-6)
 
 
 @on_ranks(1, 2)
-def test_several_forwards_before_one_backward():
-    """Two forwards whose losses are added: one backward, the sum of both gradients, reduced once."""
+@pytest.mark.parametrize("wrap", [FSDP, wrap_each])
+def test_several_forwards_before_one_backward(wrap):
+    """Two forwards whose losses are added: one backward, the sum of both gradients, reduced once.
+
+    Forwards before and after, whose outputs are never used, leave nothing behind.
+    """
 
     def sum_of_two(model, key):
-        return loss_of(model, (key, 0)) + 3 * loss_of(model, (key, 1))
+        squares(model, (key, "dropped"))
+        loss = squares(model, (key, 0)) + 3 * squares(model, (key, 1))
+        squares(model, (key, "dropped again"))
+        return loss
 
-    train_alike(mlp(4, 9, 5), wrap_each, sum_of_two)
-    train_alike(mlp(4, 9, 5), FSDP, sum_of_two)
+    train_alike(mlp(4, 9, 5), wrap, sum_of_two)
+
+
+def add_means(plain, losses):
+    """Give ``plain`` the sum of the mean gradients of ``losses``, each of which runs a backward."""
+    total = [torch.zeros_like(param) for param in plain.parameters()]
+    for backward in losses:
+        plain.zero_grad()
+        backward()
+        average_grads_(plain.parameters())
+        for one, param in zip(total, plain.parameters(), strict=True):
+            one.add_(param.grad)
+    for one, param in zip(total, plain.parameters(), strict=True):
+        param.grad = one
 
 
 @on_ranks(1, 2)
-def test_several_forwards_then_several_backwards():
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_several_forwards_then_several_backwards(order):
     """Two forwards, then their backwards one after the other, in either order: shard gradients add up."""
-    for order in ((0, 1), (1, 0)):
-        plain = mlp(4, 9, 5)
-        wrapped = wrap_each(copy.deepcopy(plain))
-        of_plain, of_wrapped = sgd(plain), sgd(wrapped)
-        losses = [loss_of(wrapped, key) for key in range(2)]
-        for index in order:
-            losses[index].backward()
-        total = [torch.zeros_like(param) for param in plain.parameters()]
-        for index in order:
-            plain.zero_grad()
-            loss_of(plain, index).backward()
-            average_grads_(plain.parameters())
-            for one, param in zip(total, plain.parameters(), strict=True):
-                one.add_(param.grad)
-        for one, param in zip(total, plain.parameters(), strict=True):
-            param.grad = one
-        of_plain.step()
-        of_wrapped.step()
-        assert_same_state(wrapped.state_dict(), plain.state_dict())
+    plain, wrapped = mlp(4, 9, 5), wrap_each(mlp(4, 9, 5))
+    losses = [squares(wrapped, key) for key in range(2)]
+    for index in order:
+        losses[index].backward()
+    add_means(plain, [lambda index=index: squares(plain, index).backward() for index in order])
+    assert_same_step(plain, wrapped, averages=False)
 
 
 @on_ranks(1, 2)
 def test_backward_twice_with_retain_graph():
     """A second backward through the same graph adds the same gradient again."""
     wrapped = wrap_each(mlp(4, 9, 5))
-    loss = loss_of(wrapped, 0)
+    loss = squares(wrapped)
     loss.backward(retain_graph=True)
     once = [param.grad.clone() for param in wrapped.params_with_grad]
     loss.backward()
@@ -143,119 +135,56 @@ def test_backward_twice_with_retain_graph():
         assert torch.equal(param.grad, before + before)
 
 
+class TwoHeads(nn.Module):
+    """Two outputs of a trunk."""
+
+    def __init__(self, wrap=lambda module: module):
+        super().__init__()
+        torch.manual_seed(1)
+        self.trunk, self.left, self.right = wrap(nn.Linear(4, 6)), wrap(nn.Linear(6, 2)), wrap(nn.Linear(6, 3))
+        self.to(rank_device())
+
+    def forward(self, x):
+        hidden = torch.tanh(self.trunk(x))
+        return {"left": self.left(hidden), "right": [self.right(hidden)]}
+
+
+def loss_of_heads(model, key, name):
+    output = model(randn(3, 4, key=key))[name]
+    return (output[0] if name == "right" else output).square().sum()
+
+
 @on_ranks(1, 2)
 def test_backwards_from_two_outputs():
     """Two losses from two outputs of one forward, backwards one after the other: gradients add up."""
-
-    class TwoHeads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(1)
-            self.trunk, self.left, self.right = nn.Linear(4, 6), nn.Linear(6, 2), nn.Linear(6, 3)
-
-        def forward(self, x):
-            hidden = torch.tanh(self.trunk(x))
-            return self.left(hidden), self.right(hidden)
-
-    def wrap(model):
-        for name in ("trunk", "left", "right"):
-            setattr(model, name, FSDP(getattr(model, name)))
-        return FSDP(model)
-
-    plain = TwoHeads().to(rank_device())
-    wrapped = wrap(copy.deepcopy(plain))
-    for one in (plain, wrapped):
-        left, right = one(randn(3, 4))
-        left.square().sum().backward(retain_graph=True)
-        if one is plain:
-            average_grads_(plain.parameters())
-            first = [param.grad for param in plain.parameters()]
-            plain.zero_grad()
-        right.square().sum().backward()
-    average_grads_(plain.parameters())
-    for param, earlier in zip(plain.parameters(), first, strict=True):
-        param.grad = earlier + param.grad
-    sgd(plain).step()
-    sgd(wrapped).step()
-    assert_same_state(wrapped.state_dict(), plain.state_dict())
+    plain, wrapped = TwoHeads(), FSDP(TwoHeads(FSDP))
+    outputs = wrapped(randn(3, 4, key=0))
+    outputs["left"].square().sum().backward(retain_graph=True)
+    outputs["right"][0].square().sum().backward()
+    add_means(plain, [lambda name=name: loss_of_heads(plain, 0, name).backward() for name in ("left", "right")])
+    assert_same_step(plain, wrapped, averages=False)
 
 
 @on_ranks(1, 2)
-def test_only_some_outputs_are_used():
+@pytest.mark.parametrize("wraps_each", [True, False])
+def test_only_some_outputs_are_used(wraps_each):
     """With a loss from one of two outputs, parameters that only the other needs get zeros; nothing waits for them."""
-
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(1)
-            self.used, self.idle = nn.Linear(4, 2), nn.Linear(4, 2)
-
-        def forward(self, x):
-            return {"used": self.used(x), "idle": [self.idle(x)]}
-
-    def wrap(model):
-        model.used, model.idle = FSDP(model.used), FSDP(model.idle)
-        return FSDP(model)
-
-    for wrapper in (FSDP, wrap):
-        train_alike(
-            Both().to(rank_device()), wrapper, lambda model, key: model(randn(3, 4, key=key))["used"].square().sum()
-        )
-
-
-@on_ranks(1, 2)
-def test_a_dropped_output_is_followed_by_clean_steps():
-    """Forwards whose outputs are never used leave nothing behind."""
-    plain = mlp(4, 9, 5)
-    wrapped = wrap_each(copy.deepcopy(plain))
-    of_plain, of_wrapped = sgd(plain), sgd(wrapped)
-    for step in range(3):
-        wrapped(randn(3, 4, key=(step, "dropped")))
-        expected, actual = loss_of(plain, step), loss_of(wrapped, step)
-        assert torch.equal(actual, expected)
-        expected.backward()
-        actual.backward()
-        wrapped(randn(3, 4, key=(step, "dropped again")))
-        average_grads_(plain.parameters())
-        for optimizer in (of_plain, of_wrapped):
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_state(wrapped.state_dict(), plain.state_dict())
+    wrapped = FSDP(TwoHeads(FSDP) if wraps_each else TwoHeads())
+    train_both(TwoHeads(), wrapped, lambda model, key: loss_of_heads(model, key, "left"))
 
 
 @on_ranks(1, 2)
 def test_gradients_of_inputs():
-    """An input that requires grad gets the gradient that the plain model gives it."""
-    plain = mlp(4, 9, 5)
-    wrapped = wrap_each(copy.deepcopy(plain))
-    x, y = randn(3, 4).requires_grad_(), randn(3, 4).requires_grad_()
+    """Inputs get the plain model's gradient, alone by `autograd.grad` or ``backward(inputs=...)``, or with others."""
+    plain, wrapped = mlp(4, 9, 5), wrap_each(mlp(4, 9, 5))
+    x, y, z = (randn(3, 4).requires_grad_() for _ in range(3))
     plain(x).square().sum().backward()
-    wrapped(y).square().sum().backward()
-    assert torch.equal(x.grad, y.grad)
-
-
-@on_ranks(2)
-def test_autograd_grad_with_respect_to_inputs():
-    """`torch.autograd.grad` on inputs works and gives no parameter a gradient; the next step is clean."""
-    plain = mlp(4, 9, 5)
-    wrapped = wrap_each(copy.deepcopy(plain))
-    x, y = randn(3, 4).requires_grad_(), randn(3, 4).requires_grad_()
-    (expected,) = torch.autograd.grad(plain(x).square().sum(), [x])
-    (actual,) = torch.autograd.grad(wrapped(y).square().sum(), [y])
-    assert torch.equal(actual, expected)
+    (found,) = torch.autograd.grad(wrapped(y).square().sum(), [y])
+    wrapped(z).square().sum().backward(inputs=[z])
+    assert torch.equal(found, x.grad)
+    assert torch.equal(z.grad, x.grad)
     assert wrapped.params_with_grad == []
     wrapped.assert_state(TrainingState.IDLE)
-    loss_of(wrapped, 0).backward()
-    assert all(param.grad.any() for param in wrapped.parameters())
-
-
-@on_ranks(2)
-def test_backward_with_inputs_only():
-    """``backward(inputs=[x])`` fills the gradient of ``x`` and of nothing else."""
-    wrapped = wrap_each(mlp(4, 9, 5))
-    x = randn(3, 4).requires_grad_()
-    wrapped(x).square().sum().backward(inputs=[x])
-    assert x.grad is not None
-    assert wrapped.params_with_grad == []
-    loss_of(wrapped, 0).backward()
+    wrapped(y).square().sum().backward()
+    assert torch.equal(y.grad, x.grad)
     assert all(param.grad.any() for param in wrapped.parameters())

@@ -2,10 +2,13 @@
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fairshard.engine.schedule import CallPlace, Kind, UnitRule, build
+
+pytestmark = pytest.mark.behaviour("the schedule")
 
 # One forward of unit 0, which calls units 1..n in order.
 CHAIN = [0, 1, ~1, 2, ~2, ~0]

@@ -16,6 +16,8 @@ from tests.models import loss_of_tiny, mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, average_grads_, await_device, randn, sgd, train_alike
 
+pytestmark = pytest.mark.behaviour("several forwards")
+
 FULL = pytest.mark.full
 KINDS = {
     "default": {},

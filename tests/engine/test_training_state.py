@@ -11,6 +11,8 @@ from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import randn
 
+pytestmark = pytest.mark.behaviour("training states")
+
 IDLE, FORWARD = TrainingState.IDLE, TrainingState.FORWARD
 BACKWARD_PRE, BACKWARD_POST = TrainingState.BACKWARD_PRE, TrainingState.BACKWARD_POST
 

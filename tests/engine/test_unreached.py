@@ -14,6 +14,8 @@ from tests.engine.random_nets import shard, whole_state
 from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 
+pytestmark = pytest.mark.behaviour("unreached parameters")
+
 BY_PARAM = ["no_flatten", "orig_params", "fully_shard"]  # doors that register one tensor for each parameter
 DIM = 3
 

@@ -13,6 +13,8 @@ from fairshard.utils.collectives import RowGather
 from tests.on_ranks import on_ranks
 from tests.reference import await_autograd
 
+pytestmark = pytest.mark.behaviour("unseen backwards")
+
 
 class Box:
     """An object that container functions do not look into."""

@@ -20,7 +20,10 @@ from tests.models import mlp, wrap_each
 from tests.on_ranks import on_ranks
 from tests.reference import average_grads_, randn, sgd
 
-pytestmark = pytest.mark.cpu_only("on a device the host does not wait: the simulator finds missing waits")
+pytestmark = [
+    pytest.mark.behaviour("waits"),
+    pytest.mark.cpu_only("on a device the host does not wait: the simulator finds missing waits"),
+]
 
 LATE_S = 0.1
 

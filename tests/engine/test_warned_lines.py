@@ -12,6 +12,8 @@ from fairshard.nn import fully_shard, observe
 from tests.kit import rank_device
 from tests.on_ranks import on_ranks
 
+pytestmark = pytest.mark.behaviour("lines of warnings")
+
 
 class Opaque(nn.Linear):
     """Returns an iterator, whose content cannot be hooked."""

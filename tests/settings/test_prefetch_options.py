@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -9,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fairshard.engine.tree import units_below
+from fairshard.engine.unit import Unit
 from fairshard.errors import RanksDisagreeError
 from fairshard.nn import BackwardPrefetch
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils.collectives import counters, reset_counters
-from tests.engine.test_prefetch import events, most_gathered, without
 from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn, sgd, train_alike
@@ -21,6 +22,55 @@ from tests.reference import assert_same_state, randn, sgd, train_alike
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
 AT_CALL = [(name, i) for i in range(3) for name in ("gather", "forward")]
 ONE_AHEAD = [("gather", 0), ("gather", 1), ("forward", 0), ("gather", 2), ("forward", 1), ("forward", 2)]
+
+
+@contextlib.contextmanager
+def events(model):
+    """A list that records the events of units 0, 1, 2 ... of a Sequential, as ``(what, unit)``."""
+    log = []
+    layers = [part for part in model.module if isinstance(part, FSDP)]
+    number = {id(unit_of(layer)): index for index, layer in enumerate(layers)}
+    originals = Unit.unshard, Unit.reshard
+
+    def unshard(unit, in_backward):
+        if id(unit) in number:
+            log.append(("gather", number[id(unit)]))
+        originals[0](unit, in_backward)
+
+    def reshard(unit):
+        if id(unit) in number:
+            log.append(("free", number[id(unit)]))
+        originals[1](unit)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Unit, "unshard", unshard))
+        stack.enter_context(mock.patch.object(Unit, "reshard", reshard))
+        for index, layer in enumerate(layers):
+            hook = layer.module.register_forward_pre_hook(lambda *_, i=index: log.append(("forward", i)))
+            stack.callback(hook.remove)
+            hook = layer.module.register_full_backward_pre_hook(lambda *_, i=index: log.append(("backward", i)))
+            stack.callback(hook.remove)
+        yield log
+
+
+def unit_of(wrapper):
+    return units_below(wrapper)[0][1]
+
+
+def without(log, *names):
+    return [event for event in log if event[0] not in names]
+
+
+def most_gathered(log):
+    """The largest number of units that were gathered at the same time."""
+    whole, most = set(), 0
+    for name, index in log:
+        if name == "gather":
+            whole.add(index)
+        elif name == "free":
+            whole.discard(index)
+        most = max(most, len(whole))
+    return most
 
 
 def three(**kwargs):

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 
 import pytest
 import torch
@@ -13,17 +12,19 @@ from torch.nn.parallel import DistributedDataParallel
 from fairshard.nn import FSDP, CPUOffload, MixedPrecision, ShardingStrategy
 from fairshard.optim import ShardedGradScaler
 from fairshard.utils.collectives import counters, reset_counters
-from tests.doors.wrapper.test_ddp_parity import train as train_whole_run
 from tests.kit import rank_device
-from tests.models import mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
+from tests.models import loss_of_tiny, mlp, tiny, tiny_batch, tiny_loss, wrap_each, wrap_tiny
 from tests.on_ranks import in_full, on_ranks
-from tests.reference import assert_same_state, randn, rounding, sgd
+from tests.reference import assert_same_state, randn, rounding, run_steps, sgd
 
 PLAIN = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 plain = pytest.mark.parametrize("strategy", PLAIN, ids=lambda strategy: strategy.name)
 MAX_NORM = 0.3
 
-train = functools.partial(train_whole_run, num_steps=5)
+
+def train(model, accumulate, clip):
+    """The losses of a short run."""
+    return torch.tensor(run_steps(model, loss_of_tiny, 5, 2 if accumulate else 1, clip=clip))
 
 
 def clips(clip):

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils import autograd as autograd_hooks
-from tests.engine.test_unused import Chosen, alternate, loss_of, wrap_all
+from tests.engine.test_unused import Chosen, loss_of_chosen, wrap_all
 from tests.on_ranks import on_ranks
 from tests.reference import train_alike
 
@@ -97,5 +97,5 @@ def test_reached_is_exact(used):
 def test_the_public_fallback_copes_with_unused_parameters():
     """A leaf that is never reached only delays its unit until the end of the backward."""
     with mock.patch.object(autograd_hooks, "_will_execute", everything):
-        train_alike(Chosen(alternate), wrap_all, loss_of, num_steps=4, momentum=0.0)
-        train_alike(Chosen(alternate), FSDP, loss_of, num_steps=4, momentum=0.0)
+        train_alike(Chosen(2), wrap_all, loss_of_chosen, num_steps=4, momentum=0.0)
+        train_alike(Chosen(2), FSDP, loss_of_chosen, num_steps=4, momentum=0.0)

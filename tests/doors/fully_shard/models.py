@@ -1,9 +1,9 @@
 """Models sharded in place, by this library or by PyTorch, into the same units."""
 
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
 
 from fairshard.nn import fully_shard
+from tests.kit.doors import whole
 
 
 def shard_tiny(model, door=fully_shard, **kwargs):
@@ -18,8 +18,4 @@ def torch_tiny(model, **kwargs):
     return shard_tiny(model, torch_fully_shard, **kwargs)
 
 
-def full_state(model):
-    """The full values of all parameters and buffers, by name, on every rank. **Collective.**"""
-    return {
-        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
-    }
+full_state = whole

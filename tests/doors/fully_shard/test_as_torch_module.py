@@ -9,7 +9,6 @@ import pickletools
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, _get_registry
@@ -18,9 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from fairshard.nn import FSDPModule, FullyShardedDataParallel, UnshardHandle, fully_shard
 from fairshard.nn.data_parallel.torch_state import TorchFSDPModule, TorchState
-from tests.models import tiny
+from tests.kit.doors import full, gathered, whole_grads
+from tests.models import mlp, tiny
 from tests.on_ranks import on_ranks
-from tests.reference import mean_over_ranks
+from tests.reference import assert_same_state, average_grads_, randn, squares
+
+pytestmark = pytest.mark.behaviour("a module of torch's FSDP2")
 
 THEIRS = [name for name, value in vars(torch_fsdp.FSDPModule).items() if not name.startswith("__") or callable(value)]
 
@@ -28,7 +30,7 @@ THEIRS = [name for name, value in vars(torch_fsdp.FSDPModule).items() if not nam
 @on_ranks(1)
 def test_it_is_torchs_fsdp_module():
     """Sharded modules, and only they, are instances of torch's class, so code that asks for it configures them."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = mlp(4, 4, 4)
     fully_shard(model[0])
     assert isinstance(model[0], torch_fsdp.FSDPModule)
     assert isinstance(model[0], nn.Linear)
@@ -38,6 +40,10 @@ def test_it_is_torchs_fsdp_module():
     assert issubclass(FSDPModule, torch_fsdp.FSDPModule)
     assert isinstance(model.unshard(async_op=True), torch_fsdp.UnshardHandle)
     assert issubclass(UnshardHandle, torch_fsdp.UnshardHandle)
+    cls = type(model)
+    assert cls.__mro__[cls._orig_cls_mro_index] is cls._fairshard_class
+    if hasattr(torch_fsdp, "share_comm_ctx"):  # has no effect: each model keeps its own streams
+        torch_fsdp.share_comm_ctx([fully_shard(nn.Linear(4, 4)) for _ in range(2)])
 
 
 @on_ranks(1)
@@ -56,45 +62,10 @@ def test_no_member_of_torchs_class_is_used():
 
 
 @on_ranks(1)
-def test_the_original_class_is_where_torch_looks_for_it():
-    """``_orig_cls_mro_index`` of torch is the place of the original class."""
-    for model in (fully_shard(nn.Linear(4, 4)), fully_shard(tiny())):
-        cls = type(model)
-        assert cls.__mro__[cls._orig_cls_mro_index] is cls._fairshard_class
-
-
-# ---- what clients do with it
-
-
-@on_ranks(2)
-def test_a_client_sets_the_divisor_of_every_fsdp_module():
-    """A loop over torch's FSDPModules, as in torchtitan, makes gradients sums instead of means."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    inputs = torch.full((2, 4), 1.0 + dist.get_rank())
-    model(inputs).sum().backward()
-    expected = [2 * mean_over_ranks(param.grad) for param in model.parameters()]
-    model.zero_grad()
-    fully_shard(model[0])
-    fully_shard(model)
-    for module in model.modules():
-        if isinstance(module, torch_fsdp.FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-    model(inputs).sum().backward()
-    assert all(torch.equal(p.grad.full_tensor(), g) for p, g in zip(model.parameters(), expected, strict=True))
-
-
-@on_ranks(1)
 def test_every_module_of_either_door_counts_as_managed():
     """Hugging Face's transformers keeps ranks in step (``generate``, layer drop) where it finds this attribute."""
     for model in (fully_shard(tiny()), FullyShardedDataParallel(tiny())):
         assert all(module._is_fsdp_managed_module for module in model.modules())
-
-
-@on_ranks(1)
-def test_torchs_share_comm_ctx_is_accepted():
-    """It has no effect: each model keeps its own streams."""
-    if hasattr(torch_fsdp, "share_comm_ctx"):
-        torch_fsdp.share_comm_ctx([fully_shard(nn.Linear(4, 4)) for _ in range(2)])
 
 
 @on_ranks(1)
@@ -113,7 +84,7 @@ def test_a_forward_method_registered_with_torch_is_refused():
 @on_ranks(1)
 def test_torch_finds_a_state():
     """Both of torch's ways to a state find one, which has what pipelining reads; everything else is named."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = mlp(4, 4, 4)
     fully_shard(model[0])
     assert _get_module_state(model) is None
     assert torch_fsdp.fully_shard.state(model) is None
@@ -133,49 +104,30 @@ def test_torch_finds_a_state():
 
 @on_ranks(2)
 def test_torchs_callback_after_a_backward_reduces_what_was_kept():
-    """It reduces gradients that waited, and frees parameters that waited for it, once."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    inputs = torch.full((2, 4), 1.0 + dist.get_rank())
-    model(inputs).sum().backward()
-    expected = [mean_over_ranks(param.grad) for param in model.parameters()]
-    model.zero_grad()
-    units = [fully_shard(each)._fairshard_unit for each in (model[0], model[1], model)]
-    for waits in (True, False):
-        model.set_requires_gradient_sync(not waits)
-        model.set_reshard_after_backward(not waits)
-        if waits:
-            model(inputs).sum().backward()
-            assert any(unit.is_gathered for unit in units)
-    for _ in range(2):
-        torch_fsdp.fully_shard.state(model)._root_post_backward_final_callback()
-        assert not any(unit.is_gathered for unit in units)
-        assert all(torch.equal(p.grad.full_tensor(), g) for p, g in zip(model.parameters(), expected, strict=True))
+    """It reduces gradients that waited, and frees parameters that waited for it, once.
 
-
-@on_ranks(2)
-def test_torchs_callback_leaves_what_still_waits():
-    """Gradients of a module that does not reduce yet wait for the callback after it does."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    inputs = torch.full((2, 4), 1.0 + dist.get_rank())
-    model(inputs).sum().backward()
-    expected = [mean_over_ranks(param.grad) for param in model.parameters()]
-    model.zero_grad()
-    for module in (model[0], model[1], model):
+    Gradients of a module that does not reduce yet wait for the callback after it does.
+    """
+    plain, model = mlp(4, 4, 4), mlp(4, 4, 4)
+    squares(plain).backward()
+    average_grads_(plain.parameters())
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    for module in (model[0], model[2], model):
         fully_shard(module)
+    callback = torch_fsdp.fully_shard.state(model)._root_post_backward_final_callback
     model.set_requires_gradient_sync(False)
-    model(inputs).sum().backward()
-    for module in (model[1], model[0]):
+    model.set_reshard_after_backward(False)
+    squares(model).backward()
+    assert gathered(model)
+    model.set_reshard_after_backward(True)
+    for module in (model[2], model[0]):
         assert not model[0].weight.grad.full_tensor().any()
         module.set_requires_gradient_sync(True)
-        torch_fsdp.fully_shard.state(model)._root_post_backward_final_callback()
-    assert all(torch.equal(p.grad.full_tensor(), g) for p, g in zip(model.parameters(), expected, strict=True))
-
-
-@on_ranks(1)
-def test_torchs_fully_shard_refuses_a_sharded_module():
-    """torch's own error: an API is applied once."""
-    with pytest.raises(AssertionError, match="fully_shard has already been applied"):
-        torch_fsdp.fully_shard(fully_shard(nn.Linear(4, 4)))
+        callback()
+    for _ in range(2):
+        assert gathered(model) == []
+        assert_same_state(whole_grads(model), expected)
+        callback()
 
 
 @on_ranks(1)
@@ -193,52 +145,40 @@ def test_copies_are_registered_and_pickles_hold_no_key_of_torch():
         assert "fully_shard" in _get_registry(copied)
 
 
-REPLICATES = ["torch.distributed._composable.replicate", "torch.distributed._composable.replicate_with_fsdp"]
+# ---- torch's replicate, and shared memory
 
 
-def replicate_of(place):
-    """The function ``replicate`` in the module ``place``; None in torch 2.6, which has only the first."""
-    with contextlib.suppress(ImportError):
-        return importlib.import_module(place).replicate
-    return None
+def replicates():
+    """torch's functions ``replicate``; torch 2.6 has only the first."""
+    for place in ("torch.distributed._composable.replicate", "torch.distributed._composable.replicate_with_fsdp"):
+        with contextlib.suppress(ImportError):
+            yield importlib.import_module(place).replicate
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("place", REPLICATES)
-def test_replicas_around_sharded_blocks(place):
-    """``replicate`` leaves sharded blocks alone: weights after some steps are those of a whole replica."""
-    replicate = replicate_of(place)
-    if replicate is None:
-        return
-    plain = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
-    model = copy.deepcopy(plain)
-    fully_shard(model[1])
-    model = replicate(model)
-    # torch's foreach functions take no tensors beside DTensors
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False) for net in (plain, model)]
-    for step in range(3):
-        inputs = torch.full((2, 4), 1.0 + dist.get_rank() + step)
-        for net in (plain, model):
-            net(inputs).square().mean().backward()
-        for param in plain.parameters():
-            param.grad = mean_over_ranks(param.grad)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert isinstance(model[1].weight, DTensor)
-    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(param.full_tensor() if isinstance(param, DTensor) else param, expected)
+def test_replicas_around_sharded_blocks():
+    """``replicate`` leaves sharded blocks alone: weights after some steps are those of a whole replica.
 
-
-@on_ranks(1)
-@pytest.mark.parametrize("place", REPLICATES)
-def test_a_sharded_module_is_not_replicated(place):
-    """torch's own error."""
-    replicate = replicate_of(place)
-    if replicate is None:
-        return
-    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
-        replicate(fully_shard(nn.Linear(4, 4)))
+    It refuses a sharded module.
+    """
+    for replicate in replicates():
+        plain, model = mlp(4, 4, 4, 4), mlp(4, 4, 4, 4)
+        fully_shard(model[2])
+        model = replicate(model)
+        # torch's foreach functions take no tensors beside DTensors
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False) for net in (plain, model)]
+        for step in range(3):
+            for net in (plain, model):
+                net(randn(2, 4, key=step)).square().mean().backward()
+            average_grads_(plain.parameters())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert isinstance(model[2].weight, DTensor)
+        for param, value in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(full(param), value)
+        with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+            replicate(fully_shard(nn.Linear(4, 4)))
 
 
 @on_ranks(2)
@@ -246,10 +186,10 @@ def test_a_sharded_module_is_not_replicated(place):
 def test_sharing_memory_is_refused(is_inside):
     """``share_memory()``, where torch's kills the process, raises by name, also of a module around."""
     model = fully_shard(nn.Sequential(nn.Linear(4, 4)))
-    whole = nn.Sequential(model) if is_inside else model
+    around = nn.Sequential(model) if is_inside else model
     with pytest.raises(TypeError, match=r"`share_memory\(\)`.*DTensors.*to_local"):
-        whole.share_memory()
-    whole.to(torch.float32)
+        around.share_memory()
+    around.to(torch.float32)
     model(torch.ones(2, 4)).sum().backward()
     shared = [param.to_local().detach().clone().share_memory_() for param in model.parameters()]
     assert all(rows.is_shared() for rows in shared)

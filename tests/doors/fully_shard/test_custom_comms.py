@@ -15,20 +15,27 @@ from fairshard.params.route import Route
 from fairshard.utils import custom_comms
 from fairshard.utils.collectives import counters, reset_counters
 from tests.kit import rank_device
+from tests.kit.doors import shard, whole, whole_grads
 from tests.models import mlp
 from tests.on_ranks import on_ranks
-from tests.reference import randn, sgd
+from tests.reference import assert_same_state, randn, run_steps, squares
 from tests.torch_gaps import needs_default_comms
 
+pytestmark = pytest.mark.behaviour("communication of users")
 
-class CountingGather(AllGather):
-    """Plain torch, into one buffer per size and dtype that is reused; multiplies what it gathers by ``scale``."""
+
+class Reused:
+    """Memory for each size and dtype that is reused; counts calls, and multiplies by ``scale``."""
 
     def __init__(self, scale=1.0):
         self.scale, self.num_calls, self.sizes, self._memory = scale, 0, set(), {}
 
     def allocate(self, size, *, dtype, device):
         return self._memory.setdefault((tuple(size), dtype), torch.empty(*size, dtype=dtype, device=device))
+
+
+class CountingGather(Reused, AllGather):
+    """Plain torch, which waits."""
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         assert not async_op
@@ -39,14 +46,8 @@ class CountingGather(AllGather):
             output_tensor.mul_(self.scale)
 
 
-class CountingReduce(ReduceScatter):
-    """Like `CountingGather`; returns a handle to wait for."""
-
-    def __init__(self, scale=1.0):
-        self.scale, self.num_calls, self._memory = scale, 0, {}
-
-    def allocate(self, size, *, dtype, device):
-        return self._memory.setdefault((tuple(size), dtype), torch.empty(*size, dtype=dtype, device=device))
+class CountingReduce(Reused, ReduceScatter):
+    """Plain torch, which returns a handle to wait for."""
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         assert op == dist.ReduceOp.SUM
@@ -56,33 +57,31 @@ class CountingReduce(ReduceScatter):
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=True)
 
 
-def linears(model, **kwargs):
-    for layer in list(model)[::2]:
-        fully_shard(layer, **kwargs)
-    return fully_shard(model, **kwargs)
+class Short(CountingGather):
+    """Gives too little memory."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(size[0] - 1, dtype=dtype, device=device)
 
 
-def train(model, num_steps=3):
-    optimizer = sgd(model, lr=0.01)
-    for step in range(num_steps):
-        model(randn(3, 4, key=(step,))).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [param.full_tensor() for param in model.parameters()]
+def linears():
+    return shard(mlp(4, 9, 5, 3), "fully_shard", "0", "2", "4")
 
 
-def assert_equal(actual, expected, rtol=0.0):
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=rtol, atol=rtol)
+def trained(model):
+    run_steps(model, lambda net, key: squares(net, key) / 100)
+    return whole(model)
+
+
+def backward(model, size=1.0):
+    model(torch.full((1, 4), size, device=rank_device())).sum().backward()
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("when", ["before the first forward", "later"])
 def test_the_user_s_own_are_called_for_every_gather_and_reduction(when):
     """Custom gathers and reductions run every time, give the same bits, and leave other modules unchanged."""
-    plain = mlp(4, 9, 5, 3)
-    expected = train(linears(copy.deepcopy(plain)))
-    model = linears(copy.deepcopy(plain))
+    expected, model = trained(linears()), linears()
     if when == "later":
         model(randn(3, 4)).sum()
     gather, scatter = CountingGather(), CountingReduce()
@@ -90,7 +89,7 @@ def test_the_user_s_own_are_called_for_every_gather_and_reduction(when):
     model[0].set_custom_reduce_scatter(scatter)
     model[2].set_custom_reduce_scatter(scatter)
     reset_counters()
-    assert_equal(train(model), expected)
+    assert_same_state(trained(model), expected)
     assert gather.num_calls == 3 * 2  # forward and backward
     assert scatter.num_calls == 3 * 2  # modules
     assert counters()["all_gather"][0] == 3 * 3 * 2  # of all three modules, custom or not
@@ -101,52 +100,51 @@ def test_the_user_s_own_are_called_for_every_gather_and_reduction(when):
 @on_ranks(2)
 def test_torchs_own_classes_are_accepted():
     """PyTorch's own communication classes are accepted, although they are not subclasses of ours."""
-    plain = mlp(4, 9, 5, 3)
-    expected = train(linears(copy.deepcopy(plain)))
-    model = linears(plain)
+    expected, model = trained(linears()), linears()
     for layer in list(model)[::2]:
         layer.set_custom_all_gather(theirs.DefaultAllGather())
         layer.set_custom_reduce_scatter(theirs.DefaultReduceScatter())
-    assert_equal(train(model), expected)
+    assert_same_state(trained(model), expected)
 
 
 @on_ranks(2)
-def test_their_results_are_used():
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_their_results_are_used(scale):
     """Weights and gradients that a custom gather or reduction scales come out scaled."""
-    for scale in (1.0, 2.0):
-        model = fully_shard(mlp(4, 3))
-        model.set_custom_all_gather(CountingGather(scale))
-        inputs = randn(3, 4)
-        weight, bias = (param.full_tensor() for param in (model[0].weight, model[0].bias))
-        torch.testing.assert_close(model(inputs), inputs @ (scale * weight).t() + scale * bias)
-        model = fully_shard(mlp(4, 3))
-        model.set_custom_reduce_scatter(CountingReduce(scale))
-        model(torch.ones(1, 4, device=rank_device())).sum().backward()
-        assert model[0].weight.grad.full_tensor().unique().tolist() == [scale]
+    model, inputs = fully_shard(mlp(4, 3)), randn(3, 4)
+    model.set_custom_all_gather(CountingGather(scale))
+    weight, bias = whole(model).values()
+    torch.testing.assert_close(model(inputs), inputs @ (scale * weight).t() + scale * bias)
+    model = fully_shard(mlp(4, 3))
+    model.set_custom_reduce_scatter(CountingReduce(scale))
+    backward(model)
+    assert model[0].weight.grad.full_tensor().unique().tolist() == [scale]
 
 
 @on_ranks(2)
-def test_narrow_dtypes_and_several_in_one_module():
-    """bf16 gathers, fp16 sums that would overflow, and two dtypes in one gather give the default's results."""
-    for policy in (MixedPrecisionPolicy(torch.bfloat16, torch.float32), MixedPrecisionPolicy(None, torch.float16)):
-        results = []
-        for custom in (False, True):
-            model = fully_shard(mlp(4, 3), mp_policy=policy)
-            if custom:
-                model.set_custom_all_gather(CountingGather())
-                model.set_custom_reduce_scatter(CountingReduce())
-            model(torch.full((1, 4), 60000.0, device=rank_device())).sum().backward()
-            results.append([param.grad.full_tensor() for param in model.parameters()])
-        assert_equal(*results)
-        assert results[0][0].isfinite().all()
-    model = mlp(4, 3, 2)
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (None, torch.float16)])
+def test_narrow_dtypes(dtypes):
+    """bf16 gathers, and fp16 sums that would overflow, give the default's results."""
+    results = []
+    for custom in (False, True):
+        model = fully_shard(mlp(4, 3), mp_policy=MixedPrecisionPolicy(*dtypes))
+        if custom:
+            model.set_custom_all_gather(CountingGather())
+            model.set_custom_reduce_scatter(CountingReduce())
+        backward(model, 60000.0)
+        results.append(whole_grads(model))
+    assert_same_state(*results)
+    assert results[0]["0.weight"].isfinite().all()
+
+
+@on_ranks(2)
+def test_several_dtypes_in_one_module():
+    """Two dtypes of a unit are gathered at once."""
+    model, inputs, gather = mlp(4, 3, 2), randn(3, 4), CountingGather()
     model[2].double()
-    inputs = randn(3, 4)
     model[1].register_forward_hook(lambda module, args, out: out.double())
     expected = copy.deepcopy(model)(inputs)
-    fully_shard(model)
-    gather = CountingGather()
-    model.set_custom_all_gather(gather)
+    fully_shard(model).set_custom_all_gather(gather)
     assert torch.equal(model(inputs), expected)
     assert gather.num_calls == 1
 
@@ -154,33 +152,27 @@ def test_narrow_dtypes_and_several_in_one_module():
 @on_ranks(4)
 def test_parts_and_replicas():
     """The same object gathers among 2 of 4 ranks that keep parameters; the engine itself sums over replicas."""
-    gather = CountingGather()
-    model = mlp(4, 9, 5)
+    gather, model = CountingGather(), mlp(4, 9, 5)
     fully_shard(model[0], reshard_after_forward=2)
     fully_shard(model)
     model[0].set_custom_all_gather(gather)
-    model(randn(3, 4)).sum().backward()
+    backward(model)
     assert gather.sizes == {2, 4}
     mesh = init_device_mesh(rank_device().type, (2, 2))
     model, scatter = fully_shard(mlp(4, 3), mesh=mesh), CountingReduce()
     model.set_custom_reduce_scatter(scatter)
-    model(torch.full((1, 4), dist.get_rank() + 1.0, device=rank_device())).sum().backward()
+    backward(model, dist.get_rank() + 1.0)
     assert scatter.num_calls == 1
     assert model[0].weight.grad.full_tensor().unique().tolist() == [2.5]
 
 
 @on_ranks(1)
-def test_what_cannot_be_used_is_named():
-    """Objects without the methods, and pickling, raise errors; on one rank nothing is called."""
-    model = fully_shard(mlp(2, 2))
-    for method in ("set_custom_all_gather", "set_custom_reduce_scatter"):
-        for wrong in (None, lambda *_: None, torch.ones(1)):
-            with pytest.raises(TypeError, match="`comm` must have `__call__` and `allocate`"):
-                getattr(model, method)(wrong)
-    gather = CountingGather()
+def test_on_one_rank_nothing_is_called():
+    """They are not needed there; a route with them is copied, and must not be pickled."""
+    model, gather = fully_shard(mlp(4, 2)), CountingGather()
     model.set_custom_all_gather(gather)
     model.set_custom_reduce_scatter(CountingReduce())
-    model(torch.ones(1, 2, device=rank_device())).sum().backward()
+    backward(model)
     assert gather.num_calls == 0
     route = Route(gather=gather)
     assert copy.deepcopy(route).gather is gather
@@ -188,65 +180,54 @@ def test_what_cannot_be_used_is_named():
         pickle.dumps(route)
 
 
-@on_ranks(2)
-def test_memory_of_the_wrong_size_is_refused():
-    """Memory of the wrong size raises on all ranks, before anything is sent."""
-
-    class Short(CountingGather):
-        def allocate(self, size, *, dtype, device):
-            return torch.empty(size[0] - 1, dtype=dtype, device=device)
-
-    model = fully_shard(mlp(4, 3))
-    model.set_custom_all_gather(Short())
-    with pytest.raises(ValueError, match="`allocate` of Short must return a contiguous tensor of"):
-        model(randn(3, 4))
-    model.set_custom_all_gather(CountingGather())
-    model(randn(3, 4))
-
-
 @pytest.mark.cpu_only("gloo is the backend without an allocator")
 @on_ranks(2)
-def test_memory_of_the_group_is_refused_where_there_is_none():
-    """Group memory is refused on gloo, which has no allocator, and together with custom communication."""
+def test_what_cannot_be_used_is_named():
+    """Objects without the methods, memory of the wrong size, and memory of a group that has none or is not wanted."""
     model = fully_shard(mlp(4, 3))
+    own_memory = model.set_allocate_memory_from_process_group_for_comm
+    for method in (model.set_custom_all_gather, model.set_custom_reduce_scatter):
+        for wrong in (None, lambda *_: None, torch.ones(1)):
+            with pytest.raises(TypeError, match="`comm` must have `__call__` and `allocate`"):
+                method(wrong)
     with pytest.raises(ValueError, match="but gloo has no allocator on cpu"):
-        model.set_allocate_memory_from_process_group_for_comm(True)
+        own_memory(True)
     with pytest.raises(ValueError, match="`enable` must be True or False"):
-        model.set_allocate_memory_from_process_group_for_comm("yes")
+        own_memory("yes")
+    model.set_custom_all_gather(Short())
+    with pytest.raises(ValueError, match="`allocate` of Short must return a contiguous tensor of"):
+        model(randn(3, 4))  # on all ranks, before anything is sent
     model.set_custom_all_gather(CountingGather())
+    model(randn(3, 4))
     for kind in (OptionsExcludeError, AssertionError, ValueError):
         with pytest.raises(kind, match="Custom communication cannot use memory of the process group"):
-            model.set_allocate_memory_from_process_group_for_comm(True)
+            own_memory(True)
+
+
+def _scatter(group, output, given):
+    return dist.reduce_scatter_tensor(output, given, group=group, async_op=True)
 
 
 @pytest.mark.cpu_only("gloo is the backend without an allocator")
 @on_ranks(2)
 def test_memory_of_the_group_is_used_where_there_is_some():
     """With a mocked allocator, each gather and reduction uses group memory, and results are the same."""
-    made = []
+    made, expected, model = [], trained(linears()), linears()
 
     def allocate(group, size, dtype, device):
         made.append(tuple(size))
         return torch.empty(*size, dtype=dtype, device=device)
 
     with pytest.MonkeyPatch.context() as patch:
-        plain = mlp(4, 9, 5, 3)
-        expected = train(linears(copy.deepcopy(plain)))
-        model = linears(plain)
         patch.setattr("fairshard.nn.data_parallel.in_place.comm.check_allocates", lambda group, device: None)
         patch.setattr(custom_comms, "_of_backend", allocate)
         model[0].set_allocate_memory_from_process_group_for_comm(True)
-        with pytest.raises(OptionsExcludeError, match="cannot be combined with memory of the process group"):
-            model[0].set_custom_all_gather(CountingGather())
-        with pytest.raises(OptionsExcludeError, match="cannot be combined with memory of the process group"):
-            model[0].set_custom_reduce_scatter(CountingReduce())
+        for method, comm in (("all_gather", CountingGather()), ("reduce_scatter", CountingReduce())):
+            with pytest.raises(OptionsExcludeError, match="cannot be combined with memory of the process group"):
+                getattr(model[0], f"set_custom_{method}")(comm)
         patch.setattr(custom_comms, "SCATTER", "fake_scatter")
         patch.setattr(dist.ProcessGroup, "fake_scatter", _scatter, raising=False)
-        assert_equal(train(model), expected)
+        assert_same_state(trained(model), expected)
         assert len(made) == 3 * (2 + 2)  # two gathers; input and output of the reduction
         model[0].set_allocate_memory_from_process_group_for_comm(False)
         model[0].set_custom_all_gather(CountingGather())
-
-
-def _scatter(group, output, given):
-    return dist.reduce_scatter_tensor(output, given, group=group, async_op=True)

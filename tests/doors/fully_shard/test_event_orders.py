@@ -18,6 +18,8 @@ from tests.on_ranks import on_ranks
 from tests.reference import sgd
 from tests.torch_gaps import needs_readable_saved_tensor_hooks
 
+pytestmark = pytest.mark.behaviour("event orders of fully_shard")
+
 CHECKPOINTS = [None, "utils", "composable"]
 
 FORWARD = "+root +0 -0 +1 -1 +2 -2"

@@ -5,16 +5,16 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from fairshard.engine.tree import units_below
-from fairshard.nn import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from fairshard.nn import FullyShardedDataParallel as FSDP
+from fairshard.nn import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from tests.kit import rank_device
+from tests.kit.doors import gathered, shard, whole_grads
 from tests.models import mlp
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import average_grads_, randn
+
+pytestmark = pytest.mark.behaviour("freezing")
 
 SCRIPTS = {
     "frozen after the forward": "forward freeze backward",
@@ -77,12 +77,12 @@ def run(script, model, which):
 def assert_as_plain(model, plain, rtol=0.0):
     """The same parameters are trained, the same have a gradient, and the gradients are the mean over ranks."""
     average_grads_(plain.parameters(), keeps_none=True)
+    grads = whole_grads(model)
     for (name, param), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert param.requires_grad == expected.requires_grad, name
-        grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
-        assert (grad is None) == (expected.grad is None), name
-        if grad is not None:
-            torch.testing.assert_close(grad.cpu(), expected.grad.cpu(), rtol=rtol, atol=rtol)
+        assert (grads[name] is None) == (expected.grad is None), name
+        if expected.grad is not None:
+            torch.testing.assert_close(grads[name].cpu(), expected.grad.cpu(), rtol=rtol, atol=rtol)
 
 
 @on_ranks(in_full(1), 2, in_full(3))
@@ -106,9 +106,7 @@ def test_frozen_and_unfrozen_at_any_time(setting, which):
     for title, script in SCRIPTS.items():
         torch.manual_seed(1)
         plain = Net(checkpoints=setting == "checkpoints").to(rank_device())
-        model = copy.deepcopy(plain)
-        for part in (model.down, model):
-            fully_shard(part, **options)
+        model = shard(copy.deepcopy(plain), "fully_shard", "down", **options)
         for _ in range(2):  # the second time from whatever state the first has left
             run(script, plain, which)
             run(script, model, which)
@@ -128,7 +126,7 @@ def test_frozen_between_an_exception_and_the_next_pass():
 
     torch.manual_seed(1)
     plain = Net().to(rank_device())
-    model = fully_shard(copy.deepcopy(plain))
+    model = shard(copy.deepcopy(plain), "fully_shard")
     for net in (plain, model):
         output = net(randn(3, 4, key=0).requires_grad_())
         output.register_hook(boom)
@@ -140,24 +138,20 @@ def test_frozen_between_an_exception_and_the_next_pass():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("orig", [False, True])
-def test_an_earlier_graph_of_the_wrapper_keeps_its_gradients(orig):
+@pytest.mark.parametrize("door", ["flat", "orig"])
+def test_an_earlier_graph_of_the_wrapper_keeps_its_gradients(door):
     """A forward with frozen parameters between a trained one and its backward loses no gradient of the trained one."""
-    plain = mlp(4, 9, 5)
-    model = FSDP(copy.deepcopy(plain), use_orig_params=orig)
-    run("forward freeze forward unfreeze together", plain, "")
-    run("forward freeze forward unfreeze together", model, "")
+    plain, model = mlp(4, 9, 5), shard(mlp(4, 9, 5), door)
+    for net in (plain, model):
+        run("forward freeze forward unfreeze together", net, "")
     average_grads_(plain.parameters())
-    with FSDP.summon_full_params(model, with_grads=True):
-        for (name, param), expected in zip(model.module.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(param.grad, expected.grad, rtol=1e-6, atol=1e-6, msg=name)
+    for name, grad in whole_grads(model).items():
+        torch.testing.assert_close(grad, plain.get_parameter(name).grad, rtol=1e-6, atol=1e-6, msg=name)
 
 
 @on_ranks(2)
 def test_nothing_stays_gathered_after_a_frozen_backward():
     """A backward that gives no parameter a gradient frees all units."""
-    model = Net().to(rank_device())
-    for part in (model.down, model):
-        fully_shard(part)
+    model = shard(Net().to(rank_device()), "fully_shard", "down")
     run("forward freeze backward", model, "")
-    assert not any(unit.is_gathered for _, unit in units_below(model))
+    assert gathered(model) == []

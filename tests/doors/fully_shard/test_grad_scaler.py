@@ -7,11 +7,14 @@ import torch.distributed as dist
 from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fairshard.optim import CPUOptimizer, ShardedGradScaler
 from tests.doors.fully_shard.assorted import Assorted
-from tests.doors.fully_shard.models import full_state, shard_tiny
+from tests.doors.fully_shard.models import shard_tiny
 from tests.kit import rank_device
+from tests.kit.doors import whole
 from tests.models import loss_of_tiny
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state
+
+pytestmark = pytest.mark.behaviour("loss scaling of fully_shard")
 
 SCALERS = {
     "torch": lambda device: torch.amp.GradScaler(device, init_scale=2.0**6, growth_interval=2),
@@ -34,11 +37,11 @@ def train(model, optimizer, scaler, poison=(), clip=False):
         if clip:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        before = full_state(model)
+        before = whole(model)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        changed = any(not torch.equal(new, before[name]) for name, new in full_state(model).items())
+        changed = any(not torch.equal(new, before[name]) for name, new in whole(model).items())
         assert changed != (step in poison), step
         scales.append(scaler.get_scale())
     return scales
@@ -58,7 +61,7 @@ def test_both_scalers_agree(offload):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
             scales = train(model, optimizer, make("cpu" if offload else rank_device().type), poison=(1,), clip=clip)
             assert scales == [64.0, 32.0, 32.0, 64.0]
-            found.append(full_state(model))
+            found.append(whole(model))
         assert_same_state(found[0], found[-1])
 
 
@@ -73,11 +76,11 @@ def test_ranks_without_gradients_take_part():
         optimizer.zero_grad()
     else:
         model.first.up.weight.grad.to_local().view(-1)[:1] = float("inf")
-    before = full_state(model)
+    before = whole(model)
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 32.0
-    assert_same_state(full_state(model), before)
+    assert_same_state(whole(model), before)
 
 
 @on_ranks(2, in_full(3))
@@ -100,5 +103,5 @@ def test_with_the_optimizer_of_host_memory():
             scaler.update()
             optimizer.zero_grad()
         assert scaler.get_scale() == 32.0
-        found.append(full_state(model))
+        found.append(whole(model))
     assert_same_state(*found)

@@ -1,7 +1,5 @@
 """A list of modules that is one unit is gathered before the first call and freed after the last."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -10,12 +8,14 @@ from torch.utils.checkpoint import checkpoint
 
 from fairshard.engine.tree import units_below
 from fairshard.nn import MixedPrecisionPolicy, fully_shard
-from tests.doors.fully_shard.beside import train_beside
 from tests.kit import rank_device
+from tests.kit.doors import gathered, num_gathers
 from tests.on_ranks import in_full, on_ranks
-from tests.reference import randn
+from tests.reference import randn, squares, train_both
 
-from .test_control import gathered, num_gathers
+pytestmark = pytest.mark.behaviour("units of several modules")
+
+GROUP = "layers.0, layers.2"
 
 
 class Net(nn.Module):
@@ -39,10 +39,11 @@ class Net(nn.Module):
         return x
 
 
-def shard(model, *members, **kwargs):
-    """Shard ``members`` as one unit and the rest as another."""
-    fully_shard([model.layers[index] for index in members], **kwargs)
-    return fully_shard(model, **kwargs)
+def sharded(*how):
+    """The first and the third layer as one unit, and the rest as another."""
+    model = Net(*how)
+    fully_shard([model.layers[0], model.layers[2]])
+    return fully_shard(model)
 
 
 CALLS = [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 0, 2, 3), (0, 1, 2, 3, 0, 2), (0, 0, 1, 2, 2)]
@@ -53,16 +54,15 @@ CALLS = [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 0, 2, 3), (0, 1, 2, 3,
 def test_orders_of_calls(recompute):
     """Members called in any order, twice, with others between, or in checkpoints train as the plain model."""
     for calls in CALLS:
-        plain = Net(calls, recompute)
-        model = shard(copy.deepcopy(plain), 0, 2)
-        train_beside(model, plain)
+        model = sharded(calls, recompute)
+        train_both(Net(calls, recompute), model, squares)
         assert gathered(model) == [], calls
 
 
 @on_ranks(2)
 def test_gathered_once_for_all():
     """A forward gathers a group once, and its parameters are whole from the first call to the last."""
-    model = shard(Net(), 0, 2)
+    model = sharded()
     seen = []
     for layer in model.layers:
         layer.register_forward_pre_hook(
@@ -75,16 +75,15 @@ def test_gathered_once_for_all():
         model(randn(2, 4))
     assert num_gathers() == 2
     assert seen == [[True] * 4] * 3 + [[False, True, False, True]]
-    assert [fqn for fqn, _ in units_below(model)] == ["", "layers.0, layers.2"]
+    assert [fqn for fqn, _ in units_below(model)] == ["", GROUP]
 
 
 @on_ranks(2)
 def test_one_that_is_not_called():
     """The group stays gathered until its backward or the pass ends; the member not called gets no gradients."""
-    plain = Net((0, 1, 3))
-    model = shard(copy.deepcopy(plain), 0, 2)
+    model = sharded((0, 1, 3))
     loss = model(randn(2, 4)).sum()
-    assert "layers.0, layers.2" in gathered(model)
+    assert GROUP in gathered(model)
     loss.backward()
     assert gathered(model) == []
     assert all(param.grad is None for param in model.layers[2].parameters())
@@ -92,30 +91,35 @@ def test_one_that_is_not_called():
     with torch.no_grad():
         model(randn(2, 4))
     assert gathered(model) == []
-    train_beside(model, plain)
+    train_both(Net((0, 1, 3)), model, squares)
+
+
+class Outer(nn.Module):
+    """A Linear around another."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.own = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.own(torch.tanh(self.inner(x)))
 
 
 @on_ranks(2)
 def test_one_nested_in_another():
     """A member inside another member is gathered with it when either is called."""
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-            self.own = nn.Linear(4, 4)
+    def build():
+        torch.manual_seed(1)
+        return nn.Sequential(Outer(), nn.Linear(4, 4)).to(rank_device())
 
-        def forward(self, x):
-            return self.own(torch.tanh(self.inner(x)))
-
-    torch.manual_seed(1)
-    plain = nn.Sequential(Outer(), nn.Linear(4, 4)).to(rank_device())
-    model = copy.deepcopy(plain)
+    model, plain = build(), build()
     fully_shard([model[0], model[0].inner])
     fully_shard(model)
-    train_beside(model, plain)
+    train_both(plain, model, squares)
     with torch.no_grad():
-        assert torch.equal(model[0].inner(randn(2, 4)), copy.deepcopy(model)[0].inner(randn(2, 4)))
+        assert torch.equal(model[0].inner(randn(2, 4)), plain[0].inner(randn(2, 4)))
 
 
 @on_ranks(2)
@@ -140,8 +144,7 @@ def test_policies_of_a_group():
 @on_ranks(2)
 def test_exceptions_between_members():
     """A pass that raises between two members leaves the group sharded, and the next passes train correctly."""
-    plain = Net()
-    model = shard(copy.deepcopy(plain), 0, 2)
+    model = sharded()
     armed = [1]
 
     def strike(*_):
@@ -153,17 +156,17 @@ def test_exceptions_between_members():
     with pytest.raises(KeyboardInterrupt):
         model(randn(2, 4))
     assert gathered(model) == []
-    train_beside(model, plain)
+    train_both(Net(), model, squares)
 
 
 @on_ranks(2)
 def test_by_hand():
     """``unshard``, ``reshard`` and settings of any member apply to the whole group."""
-    model = shard(Net(), 0, 2)
+    model = sharded()
     model.layers[2].unshard()
     assert not isinstance(model.layers[0].weight, DTensor)
     model.layers[0].reshard()
     assert isinstance(model.layers[2].weight, DTensor)
     model.layers[0].set_reshard_after_forward(False)
     model(randn(2, 4))
-    assert "layers.0, layers.2" in gathered(model)
+    assert GROUP in gathered(model)

@@ -7,17 +7,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fairshard.errors import PartialGradientError, TrainingStateError
-from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Owned, RowBlocks, fully_shard
+from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, Owned, RowBlocks, fully_shard
 from fairshard.utils.collectives import counters, reset_counters
-from tests.kit import rank_device
-from tests.models import mlp, tiny, tiny_batch, tiny_loss
+from tests.kit import rank_device, run_ranks
+from tests.kit.doors import shard, whole_grads
+from tests.models import loss_of_tiny, mlp, tiny
 from tests.on_ranks import in_full, on_ranks
-from tests.reference import randn
+from tests.reference import assert_same_state, randn, squares
 from tests.torch_gaps import needs_fsdp2_on_cpu
+
+pytestmark = pytest.mark.behaviour("replicas of fully_shard")
 
 # How each backward reduces gradients: not at all, over shards, or over all ranks. "zero": drop all gradients.
 ORDERS = [
@@ -31,12 +33,6 @@ ORDERS = [
     "shards zero shards all",
     "none shards zero none all",
 ]
-
-
-def shard_tiny(model, mesh, **kwargs):
-    for part in (model.first.up, model.first, model.second, model.shared):
-        fully_shard(part, mesh=mesh, **kwargs)
-    return fully_shard(model, mesh=mesh, **kwargs)
 
 
 def set_travel(model, how):
@@ -85,29 +81,36 @@ def _plus(before, now):
     return now if before is None else [one + other for one, other in zip(before, now, strict=True)]
 
 
-def local_grads(plain, key):
-    """The gradients of this rank's batch of ``key``."""
-    *inputs, targets = tiny_batch(dist.get_rank(), key)
-    return list(torch.autograd.grad(tiny_loss(plain(*inputs), targets), list(plain.parameters())))
+OFFLOADED = {"offload_policy": CPUOffloadPolicy()}
+PLACED = {
+    "blocks": {"shard_placement_fn": lambda param: RowBlocks(2)},
+    "owned": {"shard_placement_fn": lambda param: Owned()},
+}
+MESHES = [  # shape, settings, whether it runs only in full
+    ((2, 1), {}, False),
+    ((1, 2), {}, False),
+    ((2, 1), OFFLOADED, False),
+    ((2, 2), {}, False),
+    ((2, 2), {"bucket_cap_mb": 0}, True),
+    *(((2, 1), placed, False) for placed in PLACED.values()),
+    *(((2, 2), {**placed, **more}, True) for placed in PLACED.values() for more in ({}, OFFLOADED)),
+    *((shape, more, True) for shape in ((1, 4), (4, 1)) for more in ({}, OFFLOADED)),
+]
 
 
-def backward(model, key):
-    *inputs, targets = tiny_batch(dist.get_rank(), key)
-    tiny_loss(model(*inputs), targets).backward()
+@pytest.mark.parametrize("number", [in_full(number) if mesh[2] else number for number, mesh in enumerate(MESHES)])
+def test_sums_that_wait_are_added(number):
+    """After any sequence of backwards, one over all ranks gives the mean of all gradients, to the bit."""
+    shape, _, _ = MESHES[number]
+    run_ranks(shape[0] * shape[1], check_orders, number, timeout=120)
 
 
-def assert_grads(model, expected):
-    rtol = 0.0 if rank_device().type == "cpu" else 1e-5
-    for (name, param), grad in zip(model.named_parameters(), expected, strict=True):
-        whole = param.grad.full_tensor().to(grad.device)
-        torch.testing.assert_close(whole, grad, rtol=rtol, atol=rtol, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def check_orders(shape, orders, **kwargs):
+def check_orders(number):
+    shape, kwargs, _ = MESHES[number]
     plain = tiny()
     mesh = init_device_mesh(rank_device().type, shape)
-    model = shard_tiny(copy.deepcopy(plain), mesh, **kwargs)
-    for order in orders:
+    model = shard(copy.deepcopy(plain), "fully_shard", "first.up", "first", "second", "shared", mesh=mesh, **kwargs)
+    for order in ORDERS:
         sums = Sums(shape[1])
         model.zero_grad()
         for step, how in enumerate(order.split()):
@@ -116,47 +119,12 @@ def check_orders(shape, orders, **kwargs):
                 sums.drop()
                 continue
             set_travel(model, how)
-            backward(model, step)
-            sums.take(local_grads(plain, step), how)
-        assert_grads(model, sums.grads)
-
-
-@on_ranks(2)
-def test_sums_that_wait_are_added_on_two_ranks():
-    """After any sequence of backwards, one over all ranks gives the mean of all gradients, to the bit."""
-    for shape in ((2, 1), (1, 2)):
-        check_orders(shape, ORDERS)
-
-
-@on_ranks(4, timeout=120)
-@pytest.mark.parametrize("bucket_cap_mb", [25, pytest.param(0, marks=pytest.mark.full)])
-def test_sums_that_wait_are_added_on_four_ranks(bucket_cap_mb):
-    """The same holds on four ranks, with both mesh dimensions in use."""
-    check_orders((2, 2), ORDERS, bucket_cap_mb=bucket_cap_mb)
-
-
-@on_ranks(2, in_full(4), timeout=120)
-@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.parametrize("place", [RowBlocks(2), Owned()], ids=["blocks", "owned"])
-def test_sums_that_wait_are_added_for_unequal_rows(offload, place):
-    """The same holds for parameters that are cut between blocks of two rows, or not at all."""
-    shape = (2, dist.get_world_size() // 2)
-    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
-    check_orders(shape, ORDERS, offload_policy=policy, shard_placement_fn=lambda param: place)
-
-
-@on_ranks(in_full(4), timeout=120)
-@pytest.mark.parametrize("shape", [(1, 4), (4, 1)])
-@pytest.mark.parametrize("offload", [False, True])
-def test_sums_that_wait_are_added_on_other_meshes(shape, offload):
-    """The same holds with only one replica or one shard, and with shards in host memory."""
-    check_orders(shape, ORDERS, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
-
-
-@on_ranks(2)
-def test_sums_wait_beside_offloaded_shards():
-    """Deferred sums are the same with gradients in host memory."""
-    check_orders((2, 1), ORDERS, offload_policy=CPUOffloadPolicy())
+            loss_of_tiny(model, (step,)).backward()
+            loss = loss_of_tiny(plain, (step,))
+            sums.take(list(torch.autograd.grad(loss, list(plain.parameters()))), how)
+        rtol = 0.0 if rank_device().type == "cpu" else 1e-5
+        names = [name for name, _ in plain.named_parameters()]
+        assert_same_state(whole_grads(model), dict(zip(names, sums.grads, strict=True)), rtol, rtol)
 
 
 @on_ranks(2)
@@ -170,38 +138,31 @@ def test_what_waits_is_wide():
     assert model[0].weight.grad.full_tensor().unique().tolist() == [257.0]
 
 
-def linears(mesh, **kwargs):
-    model = mlp(4, 9, 5, 3)
-    for layer in (layer for layer in model if isinstance(layer, nn.Linear)):
-        fully_shard(layer, mesh=mesh, **kwargs)
-    return fully_shard(model, mesh=mesh, **kwargs)
-
-
-def whole_grads(model):
-    return [param.grad.full_tensor() for param in model.parameters()]
+def linears(shape=(2, 1), **kwargs):
+    """Three Linears, each a unit, on a mesh of ``shape``."""
+    mesh = init_device_mesh(rank_device().type, shape)
+    return shard(mlp(4, 9, 5, 3), "fully_shard", "0", "2", "4", mesh=mesh, **kwargs)
 
 
 @on_ranks(2)
 def test_what_waits_survives_other_events():
     """Deferred sums survive evaluation, and a unit that the backward does not reach."""
-    mesh = init_device_mesh(rank_device().type, (2, 1))
-    model, first = linears(mesh), linears(mesh)
+    model, first = linears(), linears()
     set_travel(model, "shards")
-    model(randn(3, 4, key=(0,))).square().sum().backward()
+    squares(model, 0).backward()
     assert all(not param.grad.to_local().any() for param in model.parameters())
     with torch.no_grad():
         model(randn(3, 4))
     set_travel(model, "all")
     model[2](randn(3, 9, key=(1,))).sum().backward()  # only the second Linear
-    first(randn(3, 4, key=(0,))).square().sum().backward()
-    torch.testing.assert_close(whole_grads(model)[0], whole_grads(first)[0], rtol=1e-6, atol=1e-6)
+    squares(first, 0).backward()
+    torch.testing.assert_close(model[0].weight.grad, first[0].weight.grad, rtol=1e-6, atol=1e-6)
 
 
 @on_ranks(2)
 def test_what_an_interrupted_backward_has_sent_of_what_waits_is_lost():
     """If a backward raises after it has sent deferred sums, steps raise until gradients are zeroed."""
-    mesh = init_device_mesh(rank_device().type, (2, 1))
-    model, expected = linears(mesh, bucket_cap_mb=0), linears(mesh)
+    model, expected = linears(bucket_cap_mb=0), linears()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     raises = []
 
@@ -216,36 +177,35 @@ def test_what_an_interrupted_backward_has_sent_of_what_waits_is_lost():
     model[1].register_forward_hook(watch)
     for set_to_none in (True, False):
         set_travel(model, "shards")
-        model(randn(3, 4, key=(0,))).square().sum().backward()
+        squares(model, 0).backward()
         set_travel(model, "all")
         raises.append("on purpose")
         with pytest.raises(RuntimeError, match="on purpose"):
-            model(randn(3, 4, key=(1,))).square().sum().backward()  # the last Linear's is in flight
-        model(randn(3, 4, key=(1,))).square().sum().backward()
+            squares(model, 1).backward()  # the last Linear's is in flight
+        squares(model, 1).backward()
         with pytest.raises(PartialGradientError):
             optimizer.step()
         optimizer.zero_grad(set_to_none)
-        model(randn(3, 4, key=(0,))).square().sum().backward()
+        squares(model, 0).backward()
         if set_to_none:
-            expected(randn(3, 4, key=(0,))).square().sum().backward()
-        torch.testing.assert_close(whole_grads(model), whole_grads(expected), rtol=1e-6, atol=1e-6)
+            squares(expected, 0).backward()
+        assert_same_state(whole_grads(model), whole_grads(expected), 1e-6, 1e-6)
         model.zero_grad()
 
 
 @on_ranks(2)
 def test_gradients_that_wait_must_not_be_clipped():
     """Clipping would miss deferred sums, so it raises in torch; after a full reduction it works."""
-    mesh = init_device_mesh(rank_device().type, (2, 1))
-    model = linears(mesh)
+    model = linears()
     for how in ("all", "shards"):
         set_travel(model, how)
-        model(randn(3, 4)).square().sum().backward()
+        squares(model).backward()
     with pytest.raises(RuntimeError, match="single memory location"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     model.zero_grad()
     set_travel(model, "all")
-    model(randn(3, 4)).square().sum().backward()
-    expected = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in whole_grads(model)]))
+    squares(model).backward()
+    expected = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in whole_grads(model).values()]))
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     torch.testing.assert_close(norm.full_tensor(), expected, rtol=1e-6, atol=0)
 
@@ -253,8 +213,7 @@ def test_gradients_that_wait_must_not_be_clipped():
 @on_ranks(4)
 def test_nothing_is_sent_to_replicas_while_sums_wait():
     """Each bucket takes one reduce-scatter, and no all-reduce until the last backward."""
-    mesh = init_device_mesh(rank_device().type, (2, 2))
-    model = linears(mesh)
+    model = linears((2, 2))
     model(randn(3, 4)).sum().backward()
     seen = []
     for how in ("none", "shards", "all"):
@@ -272,26 +231,24 @@ def test_sums_that_wait_are_those_of_torch():
     """PyTorch's FSDP2, set to reduce by sums as we always do, gives the same gradients, also with a divisor."""
     mesh = init_device_mesh(rank_device().type, (2, 2), mesh_dim_names=("replicas", "shards"))
     results = []
-    for shard in (fully_shard, torch.distributed.fsdp.fully_shard):
+    for engine in (fully_shard, torch.distributed.fsdp.fully_shard):
         model = mlp(4, 9, 5)
         for module in (model[0], model[2], model):
-            shard(module, mesh=mesh)
+            engine(module, mesh=mesh)
             module.set_force_sum_reduction_for_comms(True)
         for key in range(4):
             model.set_requires_all_reduce(key >= 2)
             if key == 3:
                 model[0].set_gradient_divide_factor(3.0)
-            model(randn(3, 4, key=(key,))).square().sum().backward()
-        results.append(whole_grads(model))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+            squares(model, key).backward()
+        results.append([param.grad.full_tensor() for param in model.parameters()])
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
 
 
 @on_ranks(2)
 def test_one_module_alone_can_wait():
     """With ``recurse=False`` one module defers its sum; the others reduce as before, in their own buckets."""
-    mesh = init_device_mesh(rank_device().type, (2, 1))
-    model = linears(mesh)
+    model = linears()
     model[0].set_requires_all_reduce(False, recurse=False)
     model(randn(3, 4)).sum().backward()
     assert not model[0].weight.grad.to_local().any()

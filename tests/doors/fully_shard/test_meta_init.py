@@ -5,22 +5,22 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fairshard.engine.tree import units_below
 from fairshard.errors import FairshardError
-from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fairshard.nn import MixedPrecisionPolicy, fully_shard
 from tests.kit import rank_device
-from tests.models import Tiny, mlp, tiny, tiny_batch, tiny_loss
+from tests.kit.doors import gathered, whole
+from tests.kit.doors import shard as shard_units
+from tests.models import Tiny, loss_of_tiny, mlp, tiny, tiny_batch
 from tests.on_ranks import in_full, on_ranks
-from tests.reference import average_grads_, randn, sgd
+from tests.reference import assert_same_state, randn, sgd, squares, train_both
+
+pytestmark = pytest.mark.behaviour("late values of fully_shard")
 
 
-def shard(model, **kwargs):
+def shard(model, setting="plain"):
     """Shard into nested units, with one for the rest."""
-    for part in (model.first.up, model.first, model.second, model.shared):
-        fully_shard(part, **kwargs)
-    return fully_shard(model, **kwargs)
+    return shard_units(model, "fully_shard", "first.up", "first", "second", "shared", setting=setting)
 
 
 def on_meta():
@@ -28,35 +28,19 @@ def on_meta():
         return Tiny()
 
 
-def whole(model):
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value
-            for name, value in model.named_parameters()}  # fmt: skip
-
-
-def trains_as(sharded, plain, num_steps=2):
-    """Check that both have the same values, now and after each step."""
-    of_plain, of_sharded = sgd(plain), sgd(sharded)
-    for step in range(num_steps + 1):
-        for name, value in whole(sharded).items():
-            assert torch.equal(value, plain.get_parameter(name)), (step, name)
-        for model in (plain, sharded):
-            inputs = tiny_batch(torch.distributed.get_rank(), step)
-            dtype = next(plain.parameters()).dtype
-            model(inputs[0], inputs[1].to(dtype)).float().square().mean().backward()
-        average_grads_(plain.parameters())
-        for optimizer in (of_plain, of_sharded):
-            optimizer.step()
-            optimizer.zero_grad()
+def loss_of(model, key):
+    """A loss of a `Tiny` of any dtype."""
+    tokens, extra, _ = tiny_batch(torch.distributed.get_rank(), *key)
+    return model(tokens, extra.to(model.head.weight.dtype)).float().square().mean()
 
 
 @on_ranks(2, in_full(1), in_full(3))
-@pytest.mark.parametrize("offload", [False, True])
-def test_to_empty_and_initialise(offload):
+@pytest.mark.parametrize("setting", ["plain", "offload"])
+def test_to_empty_and_initialise(setting):
     """All ranks train from the values that ``reset_parameters`` and ``nn.init`` wrote to DTensors."""
-    kwargs = {"offload_policy": CPUOffloadPolicy()} if offload else {}
-    model = shard(on_meta(), **kwargs)
+    model = shard(on_meta(), setting)
     assert all(param.is_meta for param in model.parameters())
-    model.to_empty(device="cpu" if offload else rank_device())
+    model.to_empty(device="cpu" if setting == "offload" else rank_device())
     torch.manual_seed(7)
     with torch.no_grad():
         for part in model.modules():
@@ -65,100 +49,84 @@ def test_to_empty_and_initialise(offload):
         nn.init.constant_(model.head.bias, 0.5)
         nn.init.normal_(model.embed.weight, std=0.1)
     plain = tiny()
-    with torch.no_grad():
-        for name, value in whole(model).items():
-            plain.get_parameter(name).copy_(value)
+    plain.load_state_dict(whole(model))
     assert plain.head.bias.eq(0.5).all()
     assert plain.first.norm.weight.eq(1).all()
-    trains_as(model, plain)
+    train_both(plain, model, loss_of)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("way", ["root", "without to_empty", "plain submodule", "after to_empty"])
+@pytest.mark.parametrize("way", ["root", "plain submodule", "after to_empty"])
 def test_assigned_dtensors(way):
     """``load_state_dict(assign=True)`` of another sharded model's DTensors provides both memory and values."""
-    source = shard(tiny(seed=3))
-    model = shard(on_meta())
-    params = list(model.parameters())
-    state = source.state_dict()
+    source, model = shard(tiny(seed=3)), shard(on_meta())
+    params, before, state = list(model.parameters()), whole(source), source.state_dict()
     if way == "after to_empty":
         model.to_empty(device=rank_device())
     if way == "plain submodule":
         model.norm.load_state_dict({name: state[f"norm.{name}"] for name in ("weight", "bias")}, assign=True)
     model.load_state_dict(state, assign=True)
     assert all(mine is param for mine, param in zip(model.parameters(), params, strict=True))
-    before = whole(source)
-    trains_as(model, tiny(seed=3))
-    assert all(torch.equal(value, before[name]) for name, value in whole(source).items())  # no memory is shared
+    train_both(tiny(seed=3), model, loss_of)
+    assert_same_state(whole(source), before)  # no memory is shared
 
 
 @on_ranks(2)
 def test_still_on_meta():
     """The first forward names parameters without memory, and works once they have it."""
     model = shard(on_meta())
-    *inputs, targets = tiny_batch(0)
     for _ in range(2):
         with pytest.raises(FairshardError, match=r"values before the first.*`embed.weight`.* more are still on the m"):
-            model(*inputs)
+            loss_of_tiny(model, ())
     model.first.to_empty(device=rank_device())
     with pytest.raises(FairshardError, match=r"`second.norm.weight`|`embed.weight`"):
-        model(*inputs)
+        loss_of_tiny(model, ())
     model.to_empty(device=rank_device())
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
-    assert tiny_loss(model(*inputs), targets).isfinite()
+    assert loss_of_tiny(model, ()).isfinite()
+
+
+CASTS = {
+    "root": lambda model: model.double(),
+    "inner": lambda model: (model.first.double().float(), model.shared.half().float()),
+    "submodule": lambda model: (model.double(), model.norm.float().double()),
+    "each": lambda model: [part.to(torch.float64) for part in model.modules()],
+}
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("when", ["root", "inner", "submodule", "each"])
+@pytest.mark.parametrize("when", CASTS)
 def test_casts_before_the_first_forward(when):
     """The root, an inner unit or a plain submodule may be cast before the first forward."""
     plain, model = tiny(), shard(tiny())
     for net in (plain, model):
-        if when == "root":
-            net.double()
-        elif when == "inner":
-            net.first.double().float()
-            net.shared.half().float()
-        elif when == "submodule":
-            net.double()
-            net.norm.float().double()
-        else:
-            for part in net.modules():
-                part.to(torch.float64)
-    trains_as(model, plain)
+        CASTS[when](net)
+    train_both(plain, model, loss_of)
+
+
+class Mixed(nn.Module):
+    """Three layers, of which the second may have another dtype."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.one, self.two, self.three = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        return self.three(self.two(self.one(x).to(self.two.weight.dtype)).float())
 
 
 @on_ranks(2)
 def test_a_unit_of_several_dtypes():
     """A unit may have several dtypes: a submodule cast on its own computes in its dtype, the others in theirs."""
-
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(1)
-            self.one, self.two, self.three = (nn.Linear(5, 5) for _ in range(3))
-
-        def forward(self, x):
-            return self.three(self.two(self.one(x).to(self.two.weight.dtype)).float())
-
-    plain = Mixed().to(rank_device())
-    model = fully_shard(copy.deepcopy(plain))
-    optimizers = [sgd(model), sgd(plain)]  # parameters stay registered through a cast
+    plain, model = Mixed().to(rank_device()), fully_shard(Mixed().to(rank_device()))
+    optimizer = sgd(model)
     for net in (plain, model):
         net.two.double()
-    assert {param.dtype for param in model.parameters()} == {torch.float32, torch.float64}
-    for _ in range(2):
-        for net in (model, plain):
-            net(randn(3, 5)).square().sum().backward()
-        average_grads_(plain.parameters())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, value in whole(model).items():
-        assert value.dtype == plain.get_parameter(name).dtype
-        assert torch.equal(value, plain.get_parameter(name)), name
+    assert all(param is own for param, own in zip(model.parameters(), optimizer.param_groups[0]["params"], strict=True))
+    train_both(plain, model, squares)
 
 
 @on_ranks(2)
@@ -171,15 +139,11 @@ def test_casts_after_the_first_forward_are_refused():
         with pytest.raises(TypeError, match="before the first forward"):
             convert()
     optimizer = sgd(model)
-    for step in range(2):
-        assert model.to(rank_device()).float() is model
-        assert {param.dtype for param in model.parameters()} == {torch.float32}
-        if not step:
-            assert all(torch.equal(value, before[name]) for name, value in whole(model).items())
-        assert all(param.grad is not None for param in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-        model(x).sum().backward()
+    assert model.to(rank_device()).float() is model
+    assert_same_state(whole(model), before)
+    assert all(param.grad is not None for param in model.parameters())
+    optimizer.step()
+    model(x).sum().backward()
     handle = model[0].register_forward_hook(lambda *_: model.to(rank_device()) and None)
     model(x).sum().backward()  # the same call changes nothing inside a forward
     handle.remove()
@@ -190,77 +154,46 @@ def test_casts_after_the_first_forward_are_refused():
     model(x)
 
 
-@on_ranks(2)
-def test_requires_grad_between_steps():
-    """DTensors may be frozen and unfrozen between steps, as for LoRA; frozen ones get no gradient and do not change."""
-    plain, model = tiny(), shard(tiny())
-    *inputs, targets = tiny_batch(torch.distributed.get_rank())
-    frozen = [("embed.weight", "first.up.bias"), ("second.up.weight", "second.norm.bias"), (), ("head.bias",)]
-    for names in frozen:
-        for net in (plain, model):
-            for name, param in net.named_parameters():
-                param.requires_grad_(name not in names)
-            tiny_loss(net(*inputs), targets).backward()
-        average_grads_(plain.parameters())
-        for name, param in model.named_parameters():
-            assert (param.grad is None) == (name in names), name
-        for net in (plain, model):
-            sgd(net).step()
-            net.zero_grad()
-        for name, value in whole(model).items():
-            assert torch.equal(value, plain.get_parameter(name)), name
+class Scaled(nn.Module):
+    """A Linear and a scale without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.scale = nn.Parameter(torch.tensor(3.0))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
 
 
 @on_ranks(2, in_full(3))
 def test_parameters_without_dimensions():
     """Parameters without dimensions are whole on each rank, get the mean gradient, and may start on the meta device."""
-
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(2.0))
-            self.linear = nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.linear(x) * self.scale
-
+    plain = Scaled().to(rank_device())
     with torch.device("meta"):
         model = fully_shard(Scaled())
     assert model.scale.shape == ()
     model.to_empty(device=rank_device())
-    with torch.no_grad():
-        model.scale.fill_(3.0)
-        model.linear.weight.fill_(0.5)
-        model.linear.bias.fill_(0.25)
-    plain = Scaled().to(rank_device())
-    with torch.no_grad():
-        for name, value in whole(model).items():
-            plain.get_parameter(name).copy_(value)
-    for net in (model, plain):
-        net(randn(2, 3)).square().sum().backward()
-    average_grads_(plain.parameters())
-    assert torch.equal(model.scale.grad.full_tensor(), plain.scale.grad)
-    assert torch.equal(model.linear.weight.grad.full_tensor(), plain.linear.weight.grad)
+    model.load_state_dict(plain.state_dict())
+    train_both(plain, model, squares)
 
 
 @pytest.mark.cpu_only("torch has kernels of LSTMs for its own devices only")
 @on_ranks(2)
-def test_recurrent_modules():
+@pytest.mark.parametrize("start", ["cpu", "double", "meta"])
+def test_recurrent_modules(start):
     """An RNN, which keeps a list of its weights, computes with whole ones, also after a cast or from meta."""
     torch.manual_seed(1)
     plain = nn.LSTM(3, 4, num_layers=2).to(rank_device())
-    for start in ("cpu", "double", "meta"):
-        model = fully_shard(copy.deepcopy(plain).to("meta") if start == "meta" else copy.deepcopy(plain))
-        if start == "double":
-            model.double().float()
-        if start == "meta":
-            model.to_empty(device=rank_device())
-            source = fully_shard(copy.deepcopy(plain))
-            with torch.no_grad():
-                for param, value in zip(model.parameters(), source.parameters(), strict=True):
-                    param.copy_(value)
-        for _ in range(2):
-            assert torch.equal(model(randn(5, 2, 3))[0], plain(randn(5, 2, 3))[0])
-    model = fully_shard(copy.deepcopy(plain), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    assert model(randn(5, 2, 3))[0].dtype is torch.bfloat16
-    assert not any(unit.is_gathered for _, unit in units_below(model)[1:])
+    model = fully_shard(copy.deepcopy(plain).to("meta") if start == "meta" else copy.deepcopy(plain))
+    if start == "double":
+        model.double().float()
+    if start == "meta":
+        model.to_empty(device=rank_device())
+        model.load_state_dict(plain.state_dict())
+    for _ in range(2):
+        assert torch.equal(model(randn(5, 2, 3))[0], plain(randn(5, 2, 3))[0])
+    narrow = fully_shard(copy.deepcopy(plain), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    assert narrow(randn(5, 2, 3))[0].dtype is torch.bfloat16
+    assert gathered(narrow) in ([], [""])

@@ -11,11 +11,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fairshard.errors import ShardChangedError
 from fairshard.nn import fully_shard
 from tests.doors.fully_shard.assorted import Assorted, ByRows
-from tests.doors.fully_shard.models import full_state, shard_tiny, torch_tiny
+from tests.doors.fully_shard.models import shard_tiny, torch_tiny
+from tests.kit.doors import full, no_sync, whole
 from tests.models import loss_of_tiny, mlp, tiny
 from tests.on_ranks import in_full, on_ranks
-from tests.reference import assert_same_state, average_grads_, await_device, randn, rounding, sgd
+from tests.reference import assert_same_state, average_grads_, await_device, randn, rounding, sgd, squares
 from tests.torch_gaps import needs_fsdp2_on_cpu
+
+pytestmark = pytest.mark.behaviour("optimizers of fully_shard")
 
 ELEMENTWISE = {
     "adam": (torch.optim.Adam, {"lr": 0.01}),
@@ -37,44 +40,39 @@ def both(kind, num_backwards=1):
 
 
 def backward(plain, sharded, *key):
+    """Add the gradients of one backward to both."""
     kept = [param.grad for param in plain.parameters()]
+    plain.zero_grad()
     for model in (plain, sharded):
-        for param in plain.parameters():
-            param.grad = None
         loss_of_tiny(model, key).backward()
-        if model is plain:
-            average_grads_(plain.parameters())
-            new = [param.grad for param in plain.parameters()]
-    for param, old, grad in zip(plain.parameters(), kept, new, strict=True):
-        param.grad = grad if old is None or grad is None else old + grad
-
-
-def full(value):
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    average_grads_(plain.parameters())
+    for param, old in zip(plain.parameters(), kept, strict=True):
+        if old is not None and param.grad is not None:
+            param.grad += old
 
 
 def assert_same_grads(plain, sharded, **tolerance):
+    tolerance = tolerance or dict(zip(("rtol", "atol"), rounding(), strict=True))
     for (name, one), (_, other) in zip(plain.named_parameters(), sharded.named_parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None), name
         if one.grad is not None:
-            tolerance = tolerance or dict(zip(("rtol", "atol"), rounding(), strict=True))
             torch.testing.assert_close(full(other.grad), one.grad, **tolerance, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @on_ranks(in_full(1), in_full(2), 3)
-def test_norms_and_clipping():
+@pytest.mark.parametrize("kind", ["no_dim", "few_rows", "empty"])
+def test_norms_and_clipping(kind):
     """Total norms, which count each parameter once, and gradients clipped by norm or value match the plain model."""
-    for kind in ("no_dim", "few_rows", "empty"):
-        # PyTorch cannot take the maximum of an empty shard, which some ranks have for the other two kinds.
-        for norm_type in (1.0, 2.0, *([math.inf] if kind == "no_dim" else [])):
-            plain, sharded = both(kind)
-            grads = [[param.grad for param in model.parameters()] for model in (plain, sharded)]
-            expected, norm = (torch.nn.utils.get_total_norm(g, norm_type, foreach=True) for g in grads)
-            torch.testing.assert_close(full(norm), expected, rtol=1e-6, atol=0)
-            for model in (plain, sharded):
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2, norm_type, foreach=norm_type == 1.0)
-            assert_same_grads(plain, sharded, rtol=1e-6, atol=1e-9)
-    plain, sharded = both("no_dim")
+    # PyTorch cannot take the maximum of an empty shard, which some ranks have for the other two kinds.
+    for norm_type in (1.0, 2.0, *([math.inf] if kind == "no_dim" else [])):
+        plain, sharded = both(kind)
+        grads = [[param.grad for param in model.parameters()] for model in (plain, sharded)]
+        expected, norm = (torch.nn.utils.get_total_norm(g, norm_type, foreach=True) for g in grads)
+        torch.testing.assert_close(full(norm), expected, rtol=1e-6, atol=0)
+        for model in (plain, sharded):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2, norm_type, foreach=norm_type == 1.0)
+        assert_same_grads(plain, sharded, rtol=1e-6, atol=1e-9)
+    plain, sharded = both(kind)
     for model in (plain, sharded):
         torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
     assert_same_grads(plain, sharded)
@@ -85,21 +83,19 @@ def test_norms_and_clipping():
 def test_elementwise_optimizers(name):
     """Loops, ``foreach`` and, where torch has them for DTensors, fused kernels step as on whole parameters."""
     make, options = ELEMENTWISE[name]
-    ways = [{"foreach": False}, {"foreach": True}, *([{"fused": True}] if name.startswith("adam") else [])]
-    for way in ways:
+    for way in ({"foreach": False}, {"foreach": True}, *([{"fused": True}] if name.startswith("adam") else [])):
         plain, sharded = both("no_dim")
-        of_plain = ByRows(
-            [{"params": list(plain.parameters())}], dist.get_world_size(), lambda g, way=way: make(g, **options, **way)
-        )
+        groups = [{"params": list(plain.parameters())}]
+        of_plain = ByRows(groups, dist.get_world_size(), lambda params, way=way: make(params, **options, **way))
         of_sharded = make(sharded.named_parameters(), **options, **way)
         for step in range(2):
-            for optimizer in (of_plain, of_sharded):
-                optimizer.step()
+            of_plain.step()
+            of_sharded.step()
             of_plain.zero_grad()
             of_sharded.zero_grad(set_to_none=step == 0)
             backward(plain, sharded, step)
         assert of_sharded.param_groups[0]["param_names"] == [name for name, _ in plain.named_parameters()]
-        assert_same_state(full_state(sharded), plain.state_dict())
+        assert_same_state(whole(sharded), plain.state_dict())
 
 
 @needs_fsdp2_on_cpu
@@ -120,9 +116,9 @@ def test_optimizers_that_need_shapes_behave_as_in_torch(name):
 
         try:
             getattr(torch.optim, name)(params, lr=0.1).step(closure)
-            found.append(full_state(model))
+            found.append(whole(model))
         except Exception as error:
-            found.append({"error": torch.tensor(hash(str(type(error))))})
+            found.append({str(type(error)): torch.zeros(())})
     assert_same_state(*found)
 
 
@@ -143,7 +139,7 @@ def test_gradients_may_be_edited():
     assert_same_grads(plain, sharded)
     for model in (plain, sharded):
         sgd(model).step()
-    assert_same_state(full_state(sharded), plain.state_dict())
+    assert_same_state(whole(sharded), plain.state_dict())
 
 
 @on_ranks(2)
@@ -151,44 +147,36 @@ def test_a_penalty_on_weights_adds_to_their_gradients():
     """The gradients of a penalty on DTensors add to those that the engine reduces, in either order."""
     plain, sharded = both("plain")
     for step in range(2):
-        for model in (plain, sharded):
-            full(sum(param.square().sum() for param in model.parameters())).backward()
-        assert_same_grads(plain, sharded)
-        for model in (plain, sharded):
-            model.zero_grad()
-            full(sum(param.square().sum() for param in model.parameters())).backward()
+        for zeroes in (False, True):
+            for model in (plain, sharded):
+                if zeroes:
+                    model.zero_grad()
+                full(sum(param.square().sum() for param in model.parameters())).backward()
+            if not zeroes:
+                assert_same_grads(plain, sharded)
         backward(plain, sharded, step)
         assert_same_grads(plain, sharded)
-
-
-def unsynced(model, *key):
-    model.set_requires_gradient_sync(False)
-    loss_of_tiny(model, key).backward()
-    model.set_requires_gradient_sync(True)
 
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("way", ["none", "foreach", "loop"])
 def test_zeroing_drops_what_was_accumulated(way):
-    """`zero_grad` of any optimizer also discards gradients not yet reduced, even on ranks without rows."""
+    """`zero_grad` of any optimizer also discards gradients not yet reduced, even on ranks without rows.
+
+    Clipping while they wait raises, with every kernel.
+    """
     plain, sharded = both("few_rows")
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1, foreach=way == "foreach")
-    unsynced(sharded, 7)
+    with no_sync(sharded):
+        loss_of_tiny(sharded, (7,)).backward()
+    for foreach in (True, False):
+        with pytest.raises(RuntimeError, match="single memory location"):
+            torch.nn.utils.clip_grad_norm_(sharded.parameters(), 1e-3, foreach=foreach)
     optimizer.zero_grad(set_to_none=way == "none")
     for param in plain.parameters():
         param.grad = None if way == "none" else torch.zeros_like(param)
     backward(plain, sharded, 1)
     assert_same_grads(plain, sharded)
-
-
-@on_ranks(2)
-def test_a_change_under_accumulation_is_refused():
-    """Clipping a gradient while unreduced ones wait raises, with every kernel."""
-    _, sharded = both("plain")
-    unsynced(sharded, 1)
-    for foreach in (True, False):
-        with pytest.raises(RuntimeError, match="single memory location"):
-            torch.nn.utils.clip_grad_norm_(sharded.parameters(), 1e-3, foreach=foreach)
 
 
 @on_ranks(2)
@@ -205,27 +193,9 @@ def test_a_step_between_forward_and_backward_is_refused(way):
 
 
 @on_ranks(2)
-def test_a_step_is_seen_by_what_stays_gathered():
-    """Units gathered by hand, or kept after a backward, are gathered again after a step."""
-    plain, sharded = both("plain")
-    of_plain, of_sharded = (torch.optim.SGD(model.parameters(), lr=0.1, foreach=True) for model in (plain, sharded))
-    sharded.set_reshard_after_backward(False)
-    for step in range(3):
-        for optimizer in (of_plain, of_sharded):
-            optimizer.zero_grad()
-        backward(plain, sharded, step)
-        sharded.first.unshard()
-        for optimizer in (of_plain, of_sharded):
-            optimizer.step()
-    assert_same_state(full_state(sharded), plain.state_dict())
-
-
-@on_ranks(2)
 def test_hooks_on_parameters_see_reduced_gradients():
     """`register_post_accumulate_grad_hook` on a DTensor runs once per backward, and may step and drop the gradient."""
-    plain = mlp(4, 5, 3)
-    sharded = fully_shard(copy.deepcopy(plain))
-    seen = []
+    plain, sharded, seen = mlp(4, 5, 3), fully_shard(mlp(4, 5, 3)), []
 
     def step(param):
         seen.append(param)
@@ -237,40 +207,32 @@ def test_hooks_on_parameters_see_reduced_gradients():
         param.register_post_accumulate_grad_hook(step)
     for _ in range(2):
         for model in (plain, sharded):
-            model(randn(2, 4)).square().sum().backward()
+            squares(model).backward()
         average_grads_(plain.parameters())
-        with torch.no_grad():
-            for param in plain.parameters():
-                param.sub_(param.grad, alpha=0.1)
-                param.grad = None
+        sgd(plain, momentum=0.0).step()
+        plain.zero_grad()
     assert len(seen) == 8
     assert all(param.grad is None for param in sharded.parameters())
-    assert_same_state(full_state(sharded), plain.state_dict())
+    assert_same_state(whole(sharded), plain.state_dict())
 
 
 @on_ranks(2)
 def test_fused_kernels_step_other_dimensions_in_one_order():
     """On parameters sharded by the last dimension, fused steps do not depend on the memory order of their inputs."""
 
-    def build():
-        return fully_shard(mlp(6, 6), shard_placement_fn=lambda param: Shard(param.dim() - 1))
-
     def other_order(value):
-        whole = value.full_tensor()
-        return distribute_tensor(whole, value.device_mesh, value.placements)
+        return distribute_tensor(value.full_tensor(), value.device_mesh, value.placements)
 
     found = []
     for moves in (False, True):
-        model = build()
+        model = fully_shard(mlp(6, 6), shard_placement_fn=lambda param: Shard(param.dim() - 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
         for step in range(3):
             model(randn(2, 6, key=step)).square().sum().backward()
-            if moves:
-                for param in model.parameters():
-                    param.grad = other_order(param.grad)
-                    for name, value in optimizer.state[param].items():
-                        optimizer.state[param][name] = other_order(value) if isinstance(value, DTensor) else value
+            for param in model.parameters() if moves else ():
+                param.grad, state = other_order(param.grad), optimizer.state[param]
+                state.update({name: other_order(value) for name, value in state.items() if isinstance(value, DTensor)})
             optimizer.step()
             optimizer.zero_grad()
-        found.append(full_state(model))
+        found.append(whole(model))
     assert_same_state(*found)

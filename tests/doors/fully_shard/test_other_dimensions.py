@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -15,6 +16,8 @@ from fairshard.nn import fully_shard
 from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import randn
+
+pytestmark = pytest.mark.behaviour("other dimensions")
 
 
 def last_dimension(param):

@@ -17,6 +17,8 @@ from tests.on_ranks import in_full, on_ranks
 from tests.reference import sgd
 from tests.torch_gaps import needs_1f1b_on_gloo, needs_fsdp2_on_cpu
 
+pytestmark = pytest.mark.behaviour("pipelining")
+
 WIDTH, NUM_MICROBATCHES, NUM_STEPS = 5, 4, 2
 
 

@@ -20,6 +20,8 @@ from tests.doors.fully_shard.test_custom_comms import CountingGather
 from tests.kit import CopyCounter
 from tests.on_ranks import on_ranks
 
+pytestmark = pytest.mark.behaviour("parameters received in place")
+
 ON_HOSTS = pytest.mark.cpu_only("accelerators gather rows")
 
 

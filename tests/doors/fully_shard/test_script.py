@@ -9,6 +9,8 @@ from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state
 from tests.torch_gaps import needs_fsdp2_on_cpu
 
+pytestmark = pytest.mark.behaviour("scripts of FSDP2")
+
 SCRIPT = Path(__file__).parents[2] / "data" / "fsdp2_script.py"
 THEIRS = "from torch.distributed.fsdp import FSDPModule, fully_shard\n"
 OURS = "from fairshard.nn import FSDPModule, fully_shard\n"

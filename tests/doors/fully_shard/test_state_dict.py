@@ -12,10 +12,13 @@ from fairshard.errors import ShardChangedError
 from fairshard.nn import CPUOffloadPolicy, fully_shard
 from tests.doors.fully_shard.stateful import SHARDED, by_columns, copied, shard_odd, sharded_odd, train_odd, whole_of
 from tests.kit import CollectiveCounter
+from tests.kit.doors import whole
 from tests.models import SavedTransposed, mlp
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, await_device, randn, sgd
 from tests.trained import odd
+
+pytestmark = pytest.mark.behaviour("state dicts of fully_shard")
 
 
 @on_ranks(2, in_full(1), in_full(3))
@@ -57,7 +60,7 @@ def test_whole_tensors_load_without_communication(how):
                 keys = outer.load_state_dict({f"inner.{name}": value for name, value in state.items()}, strict=strict)
         assert not counter.calls
         assert keys.missing_keys == ([] if strict else ["other.weight", "other.bias"])
-        assert_same_state(whole_of(model.state_dict()), state)
+        assert_same_state(whole(model), state)
     x = randn(2, 3)
     expected = odd(seed=5)(x)
     torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
@@ -70,7 +73,7 @@ def test_dtensors_load_from_the_same_and_from_another_placement():
     for how in SHARDED:
         model = sharded_odd(how)
         model.load_state_dict(state)
-        assert_same_state(whole_of(model.state_dict()), odd(seed=5).state_dict())
+        assert_same_state(whole(model), odd(seed=5).state_dict())
 
 
 @on_ranks(2)
@@ -90,7 +93,7 @@ def test_optimizers_step_what_was_loaded(form, assign):
         for of_plain, of_model in optimizers:
             train_odd(plain, of_plain, range(2))
             train_odd(model, of_model, range(2))
-            assert_same_state(whole_of(model.state_dict()), plain.state_dict())
+            assert_same_state(whole(model), plain.state_dict())
         model(randn(2, 3))  # the outermost unit is still gathered during the next load
         plain(randn(2, 3))
 
@@ -119,7 +122,7 @@ def test_a_model_built_on_the_meta_device_takes_whole_tensors():
     for each, optimizer in zip((plain, model), optimizers, strict=True):
         each(x).square().sum().backward()
         optimizer.step()
-    assert_same_state(whole_of(model.state_dict()), plain.state_dict())
+    assert_same_state(whole(model), plain.state_dict())
 
 
 @on_ranks(2)
@@ -150,15 +153,6 @@ def test_not_between_forward_and_backward():
         loss.backward()
 
 
-@on_ranks(2)
-def test_copies_load_too():
-    """A deepcopy of a sharded model loads whole tensors as well."""
-    model = copy.deepcopy(sharded_odd())
-    state = odd(seed=5).state_dict()
-    model.load_state_dict(state)
-    assert_same_state(whole_of(model.state_dict()), state)
-
-
 class Transposed(SavedTransposed, nn.Linear):
     """A Linear that saves its weight transposed."""
 
@@ -181,7 +175,7 @@ def test_modules_with_custom_load_hooks():
     state["1.old"] = state.pop("1.weight")
     plain.load_state_dict(state)
     model.load_state_dict(state)
-    own, expected = whole_of(model.state_dict()), plain.state_dict()
+    own, expected = whole(model), plain.state_dict()
     assert_same_state(own, expected)
     model.load_state_dict(plain.state_dict())
     assert_same_state(whole_of(dict(model.named_parameters())), dict(plain.named_parameters()))
@@ -194,4 +188,4 @@ def test_a_dtensor_on_another_mesh_dimension_is_cut_right():
     mesh = model[0].weight.device_mesh
     values = {name: torch.ones_like(value) for name, value in mlp(4, 6, 2, seed=3).state_dict().items()}
     model.load_state_dict({name: distribute_tensor(value, mesh, [Replicate()]) for name, value in values.items()})
-    assert_same_state(whole_of(model.state_dict()), values)
+    assert_same_state(whole(model), values)

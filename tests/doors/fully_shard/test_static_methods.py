@@ -12,10 +12,13 @@ from fairshard.errors import FairshardError
 from fairshard.nn import CPUOffloadPolicy, FullStateDictConfig, OptimStateKeyType, StateDictType
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from tests.checkpoint.compared import assert_same
-from tests.doors.fully_shard.stateful import SHARDED, copied, shard_odd, sharded_odd, train_odd, whole_of
+from tests.doors.fully_shard.stateful import SHARDED, shard_odd, sharded_odd, train_odd
+from tests.kit.doors import whole
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, average_grads_, randn, sgd
 from tests.trained import OPTIMIZERS, odd
+
+pytestmark = pytest.mark.behaviour("static methods of fully_shard")
 
 EVERY = [*SHARDED, "offloaded"]
 
@@ -65,7 +68,7 @@ def test_whole_parameters_are_shown_and_kept(how):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        assert_same_state(whole_of(model.state_dict()), plain.state_dict())
+        assert_same_state(whole(model), plain.state_dict())
 
 
 @on_ranks(2)
@@ -87,7 +90,7 @@ def test_whole_parameters_on_one_rank_of_one_unit_and_thrown_away(how):
             torch.nn.init.zeros_(model.up.weight)
     with pytest.raises(ZeroDivisionError):
         _fail_while_shown(model)
-    assert_same_state(whole_of(model.state_dict()), plain.state_dict())
+    assert_same_state(whole(model), plain.state_dict())
 
 
 @on_ranks(2, in_full(3))
@@ -95,8 +98,8 @@ def test_whole_parameters_on_one_rank_of_one_unit_and_thrown_away(how):
 def test_optimizer_state_by_name(how):
     """Optimizer state loads whole, sharded or from rank 0, and whole state loads into the plain model's optimizer."""
 
-    def whole(model, optimizer):
-        return copied(whole_of(model.state_dict())), FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    def both(model, optimizer):
+        return whole(model), FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
 
     def fresh():
         other = _sharded(how, seed=5)
@@ -106,7 +109,7 @@ def test_optimizer_state_by_name(how):
     model = _sharded(how)
     optimizer = OPTIMIZERS["adamw"]([param for param in model.parameters() if param.requires_grad])
     train_odd(model, optimizer, range(2))
-    expected = whole(model, optimizer)
+    expected = both(model, optimizer)
     assert not any(isinstance(value, DTensor) for own in expected[1]["state"].values() for value in own.values())
     plain = odd()
     plain.load_state_dict(expected[0])
@@ -114,15 +117,15 @@ def test_optimizer_state_by_name(how):
     of_plain.load_state_dict(
         FSDP.rekey_optim_state_dict(copy.deepcopy(expected[1]), OptimStateKeyType.PARAM_ID, plain, optim=of_plain)
     )
-    assert_same(whole(plain, of_plain), expected)
+    assert_same(both(plain, of_plain), expected)
 
     other, of_other = fresh()
     of_other.load_state_dict(FSDP.shard_full_optim_state_dict(expected[1], other, optim=of_other))
-    assert_same(whole(other, of_other), expected)
+    assert_same(both(other, of_other), expected)
     other, of_other = fresh()
     first = expected[1] if dist.get_rank() == 0 else None
     of_other.load_state_dict(FSDP.scatter_full_optim_state_dict(first, other, optim=of_other))
-    assert_same(whole(other, of_other), expected)
+    assert_same(both(other, of_other), expected)
     train_odd(other, of_other, range(2, 4))
 
     own = FSDP.optim_state_dict(model, optimizer)
@@ -131,8 +134,8 @@ def test_optimizer_state_by_name(how):
     of_again.load_state_dict(FSDP.optim_state_dict_to_load(again, of_again, own))
     train_odd(again, of_again, range(2, 4))
     train_odd(model, optimizer, range(2, 4))
-    assert_same(whole(again, of_again), whole(model, optimizer))
-    assert_same(whole(other, of_other), whole(model, optimizer))
+    assert_same(both(again, of_again), both(model, optimizer))
+    assert_same(both(other, of_other), both(model, optimizer))
 
 
 @on_ranks(2)

@@ -29,9 +29,11 @@ from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.subclasses import is_wrapper
 from tests.kit import rank_device
 from tests.on_ranks import on_ranks
-from tests.reference import average_grads_, randn, sgd
+from tests.reference import assert_same_state, average_grads_, randn, sgd
 from tests.subclass_weights import Block, Half, Int8Rows, Net, Packed4
 from tests.torch_gaps import needs_fsdp2_on_cpu
+
+pytestmark = pytest.mark.behaviour("tensor subclasses")
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -74,9 +76,14 @@ def check_beside_torch(given, **how):
     """Train sharded by this library and by torch: the same losses and values."""
     ours, theirs = shard(Net(), **given), shard(Net(), torch_fully_shard, **given)
     assert torch.equal(train(ours, **how), train(theirs, **how))
-    own, other = own_values(ours), own_values(theirs)
-    for name in own:
-        assert torch.equal(own[name], other[name]), name
+    assert_same_state(own_values(ours), own_values(theirs))
+
+
+def check_beside_replica(sharded, replica):
+    """Train sharded, and as a replica: the same losses."""
+    params = list(replica.parameters())
+    expected = train(replica, before_step=functools.partial(average_grads_, params, keeps_none=True))
+    assert torch.equal(train(sharded), expected)
 
 
 PROGRAMS = {
@@ -103,10 +110,7 @@ def test_trains_as_with_torch():
 def test_trains_as_a_replica():
     """Also with rows that the number of ranks does not divide, and a rank without rows: pre-all-gather pads."""
     for rows, kinds in ((6, (Int8Rows, Packed4, Half)), (7, (Int8Rows, Half)), (1, (Half,))):
-        sharded, replica = shard(Net(rows, kinds=kinds)), Net(rows, kinds=kinds)
-        params = list(replica.parameters())
-        expected = train(replica, before_step=functools.partial(average_grads_, params, keeps_none=True))
-        assert torch.equal(train(sharded), expected)
+        check_beside_replica(shard(Net(rows, kinds=kinds)), Net(rows, kinds=kinds))
 
 
 @on_ranks(2)
@@ -115,10 +119,7 @@ def test_tied_weights():
     nets = [Net(kinds=(Int8Rows, Int8Rows)) for _ in range(2)]
     for net in nets:
         net.blocks[0].layers[1].weight = net.blocks[0].layers[0].weight
-    sharded, replica = shard(nets[0]), nets[1]
-    params = list(replica.parameters())
-    expected = train(replica, before_step=functools.partial(average_grads_, params, keeps_none=True))
-    assert torch.equal(train(sharded), expected)
+    check_beside_replica(shard(nets[0]), nets[1])
     net = Net(kinds=(Half,))
     net.blocks[1].layers[0].weight = net.blocks[0].layers[0].weight
     with pytest.raises(ValueError, match=r"`layers\.0\.weight` is shared with `layers\.0\.weight` of a unit"):
@@ -191,8 +192,7 @@ def test_copies_and_state_dicts():
     train(other, num_steps=2)
     other.load_state_dict(net.state_dict())
     for each in (twin, other):
-        for name, value in own_values(each).items():
-            assert torch.equal(value, own_values(net)[name]), name
+        assert_same_state(own_values(each), own_values(net))
     expected = train(net)
     assert torch.equal(train(twin), expected)
     assert torch.equal(train(other), expected)

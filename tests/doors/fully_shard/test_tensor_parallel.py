@@ -29,6 +29,8 @@ from tests.kit import rank_device
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state
 
+pytestmark = pytest.mark.behaviour("tensor parallelism")
+
 beside_torch = pytest.mark.skipif(
     not hasattr(DeviceMesh, "_concatenate"),
     reason="this torch's own fully_shard does not run on CPUs, and its checkpoints support even cuts only",

@@ -17,18 +17,17 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from fairshard.checkpoint import load
 from fairshard.nn import CPUOffloadPolicy, Owned, RowBlocks, fully_shard
-from tests.doors.fully_shard.stateful import copied, hybrid_mesh, shard_odd, sharded_odd, train_odd, whole_of
+from tests.doors.fully_shard.stateful import copied, shard_odd, sharded_odd, train_odd, whole_of
 from tests.kit import rank_device, run_ranks
-from tests.models import loss_of_tiny, tiny
+from tests.kit.doors import whole
 from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state
-from tests.torch_gaps import needs_fsdp2_on_cpu
 from tests.trained import OPTIMIZERS, odd
+
+pytestmark = pytest.mark.behaviour("torch's checkpoints of fully_shard")
 
 STATEFUL = [name for name in OPTIMIZERS if name != "sgd"]  # torch refuses to set full state where there is none
 FULL = StateDictOptions(full_state_dict=True)
@@ -49,7 +48,7 @@ def _flat(state):
 def _whole(model, optimizer):
     """All full state by name, on every rank; optimizer state is sorted, because loading changes its order."""
     state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(ignore_frozen_params=True))["state"]
-    return copied(whole_of(model.state_dict()) | dict(sorted(_flat(state).items())))
+    return whole(model) | copied(dict(sorted(_flat(state).items())))
 
 
 def _save(how, folder, is_async):
@@ -157,7 +156,7 @@ def test_whole_values_give_memory_to_blocks(options, place):
         plain.bias.copy_(torch.arange(5.0))
     has_values = dist.get_rank() == 0 or not options.broadcast_from_rank0
     set_model_state_dict(model, plain.state_dict() if has_values else {}, options=options)
-    assert_same_state({name: value.full_tensor() for name, value in model.state_dict().items()}, plain.state_dict())
+    assert_same_state(whole(model), plain.state_dict())
 
 
 def _leaves(state):
@@ -189,68 +188,5 @@ def test_frozen_parameters_can_be_left_out():
     model = sharded_odd(seed=5)
     set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
     assert_same_state(get_model_state_dict(model, options=options), weights)
-    frozen = {name: value for name, value in whole_of(model.state_dict()).items() if name.startswith("frozen.")}
+    frozen = {name: value for name, value in whole(model).items() if name.startswith("frozen.")}
     assert_same_state(frozen, {name: odd(seed=5).state_dict()[name] for name in frozen})
-
-
-def _trained_tiny(door):
-    model = tiny()
-    for part in (model.first, model.second, model):
-        door(part)
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    _train_tiny(model, optimizer, range(2))
-    return model, optimizer
-
-
-def _train_tiny(model, optimizer, steps):
-    for step in steps:
-        loss_of_tiny(model, (step,)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@needs_fsdp2_on_cpu
-@on_ranks(2)
-def test_the_files_are_those_of_fsdp2(tmp_path):
-    """FSDP2 and `fully_shard` give the same state, and each loads what the other saves."""
-    doors = {"theirs": torch_fully_shard, "ours": fully_shard}
-    trained = {name: _trained_tiny(door) for name, door in doors.items()}
-    states = {name: get_state_dict(*both) for name, both in trained.items()}
-    expected = _whole(*trained["theirs"])
-    assert_same_state(_whole(*trained["ours"]), expected)
-    assert [list(map(str, own.placements)) for own in states["ours"][0].values()] == [
-        list(map(str, own.placements)) for own in states["theirs"][0].values()
-    ]
-    for name, (weights, moments) in states.items():
-        dcp.save({"model": weights, "optim": moments}, checkpoint_id=tmp_path / name)
-    for name, other in (("theirs", "ours"), ("ours", "theirs")):
-        model, optimizer = trained[other]
-        with torch.no_grad():
-            for param in model.parameters():
-                param.zero_()
-        for own in optimizer.state.values():
-            own["exp_avg"].zero_()
-        weights, moments = get_state_dict(model, optimizer)
-        dcp.load({"model": weights, "optim": moments}, checkpoint_id=tmp_path / name)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-        assert_same_state(_whole(model, optimizer), expected)
-    model, optimizer = _trained_tiny(fully_shard)
-    _train_tiny(model, optimizer, range(1))
-    load(tmp_path / "theirs", model, optimizer)
-    assert_same_state(_whole(model, optimizer), expected)
-
-
-@on_ranks(in_full(4))
-def test_replicas_write_each_piece_once(tmp_path):
-    """Two replicas of two shards write each piece once, and the checkpoint loads into a plain model."""
-    model = shard_odd(odd(), mesh=hybrid_mesh())
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    train_odd(model, optimizer, range(2))
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "one")
-    metadata = dcp.FileSystemReader(tmp_path / "one").read_metadata()
-    for name, entry in metadata.state_dict_metadata.items():
-        if hasattr(entry, "chunks"):
-            assert sum(chunk.sizes.numel() for chunk in entry.chunks) == entry.size.numel(), name
-    state = {"model": odd(seed=5).state_dict()}
-    dcp.load(state, checkpoint_id=tmp_path / "one")
-    assert_same_state(state["model"], whole_of(model.state_dict()))

@@ -10,6 +10,8 @@ from tests.on_ranks import on_ranks
 from tests.reference import randn, sgd
 from tests.torch_gaps import needs_fsdp2_on_cpu, needs_torchao
 
+pytestmark = pytest.mark.behaviour("float8 of torchao")
+
 
 def float8_net(gathers_float8):
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

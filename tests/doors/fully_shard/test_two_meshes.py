@@ -19,7 +19,10 @@ from tests.on_ranks import in_full, on_ranks
 from tests.reference import assert_same_state, randn
 from tests.torch_gaps import needs_fsdp2_on_cpu
 
-pytestmark = pytest.mark.cpu_only("its meshes and torch's FSDP2 beside it are on the CPU")
+pytestmark = [
+    pytest.mark.behaviour("two meshes"),
+    pytest.mark.cpu_only("its meshes and torch's FSDP2 beside it are on the CPU"),
+]
 
 BF16 = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 OFFLOADED = torch_fsdp.CPUOffloadPolicy(pin_memory=False)

@@ -11,11 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from fairshard.errors import StaleOptimizerError
 from fairshard.nn import fully_shard
-from tests.doors.fully_shard.beside import train_beside
+from tests.kit.doors import whole
 from tests.models import mlp
 from tests.on_ranks import on_ranks
 from tests.reference import assert_same_state, randn, sgd
 from tests.torch_gaps import needs_fsdp2_on_cpu
+
+pytestmark = pytest.mark.behaviour("whole parameters of fully_shard")
 
 WHOLE, CUT = "whole", "cut"
 
@@ -80,36 +82,6 @@ def test_in_every_state_as_pytorch_does(reshard):
     assert ours == theirs
 
 
-@on_ranks(1, 2, 3)
-def test_whole_parameters_have_the_values():
-    """They are the plain model's parameters by name, shape and value; afterwards the DTensors are the same objects."""
-    model, plain = sharded(), mlp(4, 5, 3, 1)
-    before = dict(model.named_parameters())
-    for part in (model, model[0], model[2]):
-        part.unshard()
-    assert_same_state(dict(model.named_parameters()), dict(plain.named_parameters()))
-    assert all(type(param) is nn.Parameter for param in model.parameters())
-    for part in (model, model[0], model[2]):
-        part.reshard()
-    after = dict(model.named_parameters())
-    assert list(after) == list(before)
-    assert all(after[name] is param for name, param in before.items())
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("reshard", [True, False])
-def test_optimizers_keep_stepping_the_dtensors(reshard):
-    """Gathers by hand, and reading parameters between forward and backward, change no bit of training."""
-
-    def before(model):
-        for part in (model, model[0], model[2]):
-            part.unshard()
-        for param in model.parameters():
-            assert not isinstance(param, DTensor)
-
-    train_beside(sharded(reshard_after_forward=reshard), mlp(4, 5, 3, 1), before=before)
-
-
 @on_ranks(2)
 def test_gradients_are_zeroed_between_forward_and_backward():
     """``model.zero_grad()`` there drops the gradients of the DTensors, which `parameters()` yields."""
@@ -128,18 +100,16 @@ def test_gradients_are_zeroed_between_forward_and_backward():
 def test_state_dicts_copies_and_outer_units_while_whole():
     """State dicts hold and load DTensors, of an inner module too; copies and outer units take the shards."""
     model = sharded()
-    expected = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    more = {name: value + 1 for name, value in whole(model).items()}
     for state_dict in (model.state_dict, nn.Sequential(model).state_dict, model[4].state_dict):
         model.unshard()
         assert all(isinstance(value, DTensor) for value in state_dict().values())
     model.unshard()
     model[0].unshard()
-    model.load_state_dict({name: value + 1 for name, value in expected.items()})
-    later = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    assert_same_state(later, {name: value + 1 for name, value in expected.items()})
+    model.load_state_dict(more)
+    assert_same_state(whole(model), more)
     model.unshard()
-    copied = copy.deepcopy(model)
-    assert_same_state({name: value.full_tensor() for name, value in copied.state_dict().items()}, later)
+    assert_same_state(whole(copy.deepcopy(model)), more)
     inner = fully_shard(mlp(4, 5))
     inner.unshard()
     outer = fully_shard(nn.Sequential(inner, nn.Linear(5, 2)))

@@ -93,7 +93,7 @@ class Drill:
                 self._check_survivor(ending, fault, victim, rank)
 
     def _check_survivor(self, ending, fault, victim, rank):
-        error = ending.value(rank, "error")
+        error = ending.value(rank, "raised")
         if ending.codes[rank] != 1 or error is None:
             raise Broken(f"rank {rank} ended with {ending.codes[rank]}: {ending.notes[rank]}")
         if fault == "other model":

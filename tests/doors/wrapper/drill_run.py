@@ -3,13 +3,11 @@
 Every block is a unit; ``experts`` have the same shapes as ``blocks``, so one can run in place of the other.
 """
 
-import atexit
 import contextlib
 import datetime
 import hashlib
 import os
 import signal
-import sys
 import time
 from dataclasses import dataclass
 
@@ -22,7 +20,7 @@ from torch import nn
 from fairshard.checkpoint import Checkpointer, writer
 from fairshard.errors import FairshardError
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from tests.forked import Notes
+from tests.forked import Notes, play_to_the_end
 
 NUM_STEPS, EVERY, FAULT_STEP = 8, 2, 5
 DIM = 6
@@ -200,22 +198,6 @@ def main(rank, run, note):
 
 
 def play(rank, run, log):
-    """Run `main` in a forked process, and exit as Python ends a program. Does not return."""
-    code = 1
-    try:
-        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        main(rank, run, Notes(run.notes, rank, is_timed=True))
-        code = 0
-    except BaseException as error:
-        sys.last_exc = error
-        Notes(run.notes, rank, is_timed=True)(f"error {type(error).__name__}: {' / '.join(str(error).splitlines())}")
-        sys.excepthook(*sys.exc_info())
-    finally:
-        try:
-            atexit._run_exitfuncs()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+    """Run `main` in a forked process. Does not return."""
+    note = Notes(run.notes, rank, is_timed=True)
+    play_to_the_end(lambda: main(rank, run, note), log, note)

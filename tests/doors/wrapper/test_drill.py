@@ -9,6 +9,8 @@ import pytest
 
 from tests.doors.wrapper.drill_run import FAULTS
 
+pytestmark = pytest.mark.behaviour("faults of ranks")
+
 REPOSITORY = Path(__file__).parents[3]
 
 

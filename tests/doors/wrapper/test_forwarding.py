@@ -15,37 +15,15 @@ from tests.models import mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import randn
 
+pytestmark = pytest.mark.behaviour("names of wrappers")
+
 
 def test_the_class_is_found_under_all_its_names():
     """The class is found under fairscale's path, and under its short name."""
     assert data_parallel.FullyShardedDataParallel is FSDP is ALIAS
 
 
-@on_ranks(2)
-def test_attributes_of_the_module():
-    """Attributes, methods and submodules missing on a wrapper are looked up on the module, through any wrappers."""
-
-    class Named(nn.Module):
-        kind = "named"
-
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 5)
-            self.size = 4
-
-        def describe(self, suffix):
-            return f"{self.kind} {self.size}{suffix}"
-
-    module = Named()
-    wrapped = FSDP(FSDP(module))
-    assert wrapped.kind == "named"
-    assert wrapped.size == 4
-    assert wrapped.describe("!") == "named 4!"
-    assert wrapped.layer is module.layer
-    assert wrapped.module.module is module
-    with pytest.raises(AttributeError, match="missing"):
-        wrapped.missing  # noqa: B018
-    assert not hasattr(wrapped, "missing")
+# ---- attributes
 
 
 class Scaled(nn.Module):
@@ -68,12 +46,28 @@ class Scaled(nn.Module):
     def offset(self, value):
         self._offset = value
 
+    def describe(self, suffix):
+        return f"{self.power} {self.scale}{suffix}"
+
     def forward(self, x):
         return self.layer(x) * 0 + self.scale**self.power * self.shift + self.offset
 
 
 def wrap_twice(module):
     return FSDP(FSDP(module))
+
+
+@on_ranks(2)
+def test_attributes_of_the_module():
+    """Attributes, methods and submodules missing on a wrapper are looked up on the module, through any wrappers."""
+    module = Scaled()
+    wrapped = wrap_twice(module)
+    assert (wrapped.power, wrapped.scale, wrapped.describe("!")) == (1, 1.0, "1 1.0!")
+    assert wrapped.layer is module.layer
+    assert wrapped.module.module is module
+    with pytest.raises(AttributeError, match="missing"):
+        wrapped.missing  # noqa: B018
+    assert not hasattr(wrapped, "missing")
 
 
 @on_ranks(1)
@@ -94,6 +88,14 @@ def test_attributes_set_on_a_wrapper_reach_the_forward(wrap):
     module.note = "its own"
     wrapped.note = "mine again"
     assert module.note == "its own"
+
+
+@on_ranks(1)
+def test_attributes_set_on_a_wrapper_of_a_compiled_module():
+    """They reach the module inside ``torch.compile``'s."""
+    module = Scaled().to(rank_device())
+    FSDP(torch.compile(module, backend="eager")).scale = 3.0
+    assert module.scale == 3.0
 
 
 @on_ranks(1)
@@ -121,78 +123,61 @@ def test_attributes_are_deleted_where_they_are_set():
         del wrapped.missing
 
 
-@on_ranks(1)
-def test_attributes_set_on_a_wrapper_of_a_compiled_module():
-    """They reach the module inside ``torch.compile``'s."""
-    module = Scaled().to(rank_device())
-    wrapped = FSDP(torch.compile(module, backend="eager"))
-    wrapped.scale = 3.0
-    assert module.scale == 3.0
-
-
 @on_ranks(2)
 def test_index_and_length():
     """Indexing, slicing, ``len`` and ``bool`` work as on the wrapped container."""
     wrapped = wrap_each(mlp(4, 9, 5))
     assert wrapped[1] is wrapped.module[1]
     assert wrapped[-1].module.out_features == 5
-    assert len(wrapped) == 3
-    assert len(wrapped[:2]) == 2
+    assert (len(wrapped), len(wrapped[:2])) == (3, 2)
     with pytest.raises(TypeError):
         FSDP(nn.Linear(4, 5))[0]
     assert FSDP(nn.Linear(4, 5))  # true, though it has no length
 
 
-@on_ranks(2, 3)
-def test_repr_shows_the_arguments_in_fairscales_order():
-    """``extra_repr`` shows fairscale's nine fields in its order, then the bucket size."""
-    wrapped = FSDP(nn.Linear(4, 5), reshard_after_forward=False, bucket_cap_mb=0.5)
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    fields = [field.split("=") for field in wrapped.extra_repr().split(", ")]
-    assert [name for name, _ in fields] == [
-        "rank",
-        "world_size",
-        "reshard_after_forward",
-        "mixed_precision",
-        "fp32_reduce_scatter",
-        "flatten_parameters",
-        "cpu_offload",
-        "compute_dtype",
-        "move_grads_to_cpu",
-        "bucket_cap_mb",
-    ]
-    values = dict(fields)
-    assert (values["rank"], values["world_size"]) == (str(rank), str(world_size))
-    assert values["reshard_after_forward"] == "False"
-    assert values["bucket_cap_mb"] == "0.5"
-    half = FSDP(nn.Linear(4, 5), mixed_precision=True)
-    assert "mixed_precision=True" in half.extra_repr()
-    assert "compute_dtype=torch.float16" in half.extra_repr()
-    assert wrapped.extra_repr() in repr(wrapped)
+# ---- arguments
+
+ARGUMENTS = {  # in fairscale's order, after the module and the group
+    "reshard_after_forward": False,
+    "mixed_precision": True,
+    "fp32_reduce_scatter": True,
+    "flatten_parameters": False,
+    "cpu_offload": False,
+    "compute_dtype": torch.bfloat16,
+    "move_grads_to_cpu": False,
+    "bucket_cap_mb": 3,
+}
 
 
 @on_ranks(2)
 def test_arguments_are_attributes():
-    """The arguments can be read back under their names."""
-    group = torch.distributed.new_group()
-    arguments = {
-        "reshard_after_forward": False,
-        "mixed_precision": True,
-        "fp32_reduce_scatter": True,
-        "flatten_parameters": False,
-        "cpu_offload": False,
-        "compute_dtype": torch.bfloat16,
-        "move_grads_to_cpu": False,
-        "bucket_cap_mb": 3,
-    }
-    module = nn.Linear(4, 5)
-    wrapped = FSDP(module, group, **arguments)
-    assert {name: getattr(wrapped, name) for name in arguments} == arguments
+    """The arguments can be given in fairscale's order, and read back under their names."""
+    group, module = torch.distributed.new_group(), nn.Linear(4, 5)
+    wrapped = FSDP(module, group, *ARGUMENTS.values())
+    assert {name: getattr(wrapped, name) for name in ARGUMENTS} == ARGUMENTS
     assert wrapped.process_group is group
     assert wrapped.module is module
     assert (wrapped.rank, wrapped.world_size) == (group.rank(), 2)
     assert wrapped.require_backward_grad_sync is True
     assert len(wrapped.params) == 2
+    default = FSDP(nn.Linear(4, 5))
+    assert (default.reshard_after_forward, default.mixed_precision) == (True, False)
+    assert (default.flatten_parameters, default.bucket_cap_mb) == (True, 25)
+
+
+@on_ranks(2)
+def test_repr_shows_the_arguments_in_fairscales_order():
+    """``extra_repr`` shows fairscale's nine fields in its order, then the bucket size."""
+    wrapped = FSDP(nn.Linear(4, 5), reshard_after_forward=False, bucket_cap_mb=0.5)
+    fields = [field.split("=") for field in wrapped.extra_repr().split(", ")]
+    assert [name for name, _ in fields] == ["rank", "world_size", *ARGUMENTS]
+    values = dict(fields)
+    assert (values["rank"], values["world_size"]) == (str(torch.distributed.get_rank()), "2")
+    assert (values["reshard_after_forward"], values["bucket_cap_mb"]) == ("False", "0.5")
+    half = FSDP(nn.Linear(4, 5), mixed_precision=True)
+    assert "mixed_precision=True" in half.extra_repr()
+    assert "compute_dtype=torch.float16" in half.extra_repr()
+    assert wrapped.extra_repr() in repr(wrapped)
 
 
 class Tagger(nn.Module):
@@ -213,7 +198,7 @@ def test_a_wrapped_rnn_keeps_its_method():
     torch.manual_seed(0)
     plain = Tagger().to(rank_device())
     model = copy.deepcopy(plain)
-    model.rnn = FSDP(FSDP(model.rnn))
+    model.rnn = wrap_twice(model.rnn)
     model = FSDP(model)
     x = randn(2, 3, 4)
     assert torch.allclose(model(x), plain(x), atol=1e-6)
@@ -221,39 +206,23 @@ def test_a_wrapped_rnn_keeps_its_method():
     assert model.flatten_parameters is True
 
 
-@on_ranks(2)
-def test_arguments_in_fairscales_order():
-    """Positional arguments have fairscale's order and defaults."""
-    wrapped = FSDP(nn.Linear(4, 5), None, False, True, True, False, False, torch.bfloat16, None, 7)
-    assert wrapped.reshard_after_forward is False
-    assert wrapped.mixed_precision is True
-    assert wrapped.fp32_reduce_scatter is True
-    assert wrapped.flatten_parameters is False
-    assert wrapped.compute_dtype is torch.bfloat16
-    assert wrapped.bucket_cap_mb == 7
-    default = FSDP(nn.Linear(4, 5))
-    assert default.reshard_after_forward is True
-    assert default.mixed_precision is False
-    assert default.flatten_parameters is True
-    assert default.bucket_cap_mb == 25
+# ---- parameters
 
 
 @on_ranks(1, 2)
 def test_named_parameters_flattened():
     """Flattened, each unit that owns parameters has one 1-D shard, under the unit's name."""
     wrapped = wrap_tiny(tiny())
-    named = dict(wrapped.named_parameters())
-    assert list(named) == [
-        "flat_param_0",
-        "first.flat_param_0",
-        "first.up.flat_param_0",
-        "shared.flat_param_0",
-        "second.flat_param_0",
-    ]
-    world_size = torch.distributed.get_world_size()
+    named, world_size = dict(wrapped.named_parameters()), torch.distributed.get_world_size()
+    units = ["", "first.", "first.up.", "shared.", "second."]
+    assert list(named) == [f"{unit}flat_param_0" for unit in units]
     assert named["first.up.flat_param_0"].shape == (77 // world_size + 77 % world_size,)
     assert all(isinstance(param, nn.Parameter) and param.is_leaf for param in named.values())
     assert [id(p) for p in wrapped.parameters()] == [id(p) for p in named.values()]
+    assert [name for name, _ in wrapped.named_parameters("m", recurse=False)] == ["m.flat_param_0"]
+    assert next(iter(dict(wrapped.named_parameters(prefix="m")))) == "m.flat_param_0"
+    norm = FSDP(nn.Sequential(FSDP(nn.BatchNorm1d(3))))
+    assert [name for name, _ in norm.named_buffers()] == ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
 
 
 @on_ranks(1, 2)
@@ -268,16 +237,6 @@ def test_named_parameters_unflattened():
         assert param.shape == (plain[name].shape if world_size == 1 else cut), name
 
 
-@on_ranks(2)
-def test_named_parameters_arguments():
-    """``prefix`` and ``recurse`` work as on any module; buffers have plain names."""
-    wrapped = wrap_tiny(tiny())
-    assert [name for name, _ in wrapped.named_parameters("m", recurse=False)] == ["m.flat_param_0"]
-    assert next(iter(dict(wrapped.named_parameters(prefix="m")))) == "m.flat_param_0"
-    norm = FSDP(nn.Sequential(FSDP(nn.BatchNorm1d(3))))
-    assert [name for name, _ in norm.named_buffers()] == ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
-
-
 @on_ranks(1, 2)
 def test_zero_grad_reaches_the_shards():
     """``zero_grad`` zeroes or drops the gradients that ``backward`` filled."""
@@ -289,37 +248,33 @@ def test_zero_grad_reaches_the_shards():
     assert wrapped.params_with_grad == []
 
 
+class Echo(nn.Linear):
+    """Returns its other arguments as they are."""
+
+    def forward(self, x, *args, flag=None, **kwargs):
+        return super().forward(x), args, flag, kwargs
+
+
 @on_ranks(2)
 def test_non_tensor_arguments_and_outputs():
     """Arguments and outputs that are not tensors pass through unchanged."""
-
-    class Echo(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x, *args, flag=None, **kwargs):
-            return self.layer(x), args, flag, kwargs
-
-    wrapped = FSDP(Echo().to(rank_device()))
-    marker = object()
+    wrapped, marker = FSDP(Echo(4, 4).to(rank_device())), object()
     out, args, flag, kwargs = wrapped(randn(2, 4), 1, "two", flag=marker, other=[3])
     assert (args, flag, kwargs) == ((1, "two"), marker, {"other": [3]})
     out.sum().backward()
     assert wrapped.params[0].grad is not None
 
 
-class Taken(nn.Module):
+# ---- names that both have
+
+
+class Taken(nn.Linear):
     """A module that has an attribute for each name that a wrapper must leave to it."""
 
     def __init__(self, names):
-        super().__init__()
-        self.layer = nn.Linear(4, 5)
+        super().__init__(4, 5)
         for name in names:
             setattr(self, name, f"own {name}")
-
-    def forward(self, x):
-        return self.layer(x)
 
 
 @on_ranks(2)
@@ -335,7 +290,7 @@ def test_the_modules_own_attributes_come_first():
             assert {name: getattr(one, name) for name in names} == {name: f"own {name}" for name in names}
             one(randn(2, 4)).sum().backward()
         assert "nan_check=False" in repr(one)
-        assert list(one.state_dict()) == ["layer.weight", "layer.bias"]
+        assert list(one.state_dict()) == ["weight", "bias"]
 
 
 @on_ranks(2)
@@ -376,6 +331,6 @@ class Placed(nn.Linear):
 @on_ranks(2)
 @pytest.mark.parametrize("layout", [{}, {"flatten_parameters": False}, {"cpu_offload": True}])
 def test_device_and_dtype_of_a_model_without_parameters(layout):
-    """``model.device`` and ``model.dtype`` are those of the shards, in each layout; methods' errors still explain."""
+    """``model.device`` and ``model.dtype`` are those of the shards, in each layout."""
     model = FSDP(FSDP(Placed(4, 5).double().to(rank_device()), **layout))
     assert (model.device.type, model.dtype) == (torch.device(rank_device()).type, torch.float64)

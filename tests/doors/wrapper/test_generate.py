@@ -12,6 +12,8 @@ from fairshard.nn import register_forward_method
 from tests.kit import rank_device
 from tests.on_ranks import on_ranks
 
+pytestmark = pytest.mark.behaviour("generate")
+
 transformers = pytest.importorskip("transformers")
 
 TOKENS = {"vocab_size": 32, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}

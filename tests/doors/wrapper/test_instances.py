@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 from torch import nn
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
@@ -10,6 +11,8 @@ from fairshard.utils import names
 from tests.models import mlp, tiny, wrap_each, wrap_tiny
 from tests.on_ranks import on_ranks
 from tests.reference import randn
+
+pytestmark = pytest.mark.behaviour("lists of wrappers")
 
 
 @on_ranks(1, 2)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.behaviour("two hosts")
+
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("two_hosts_run.py")
 

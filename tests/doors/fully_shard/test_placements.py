@@ -1,6 +1,6 @@
-"""Parameters placed by `RowBlocks`: cuts fall between blocks, torch's tools work, and nothing is cut evenly unasked.
+"""Parameters placed by `RowBlocks` or `Owned`: cuts fall between blocks, or one rank has all; torch's tools work.
 
-Tests of tools also run with `Owned`, whose own tests are in ``test_owned.py``.
+That they train as by default, to the bit and with every setting, is shown in ``test_matrix.py``.
 """
 
 import copy
@@ -16,11 +16,19 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fairshard.errors import ParameterShardedError, RanksDisagreeError
 from fairshard.nn import Owned, RowBlocks, fully_shard
+from fairshard.utils.collectives import counters, reset_counters
 from fairshard.utils.ragged_tensor import RaggedShard, RaggedTensor
 from fairshard.views.copied_out import CopiedOut
 from tests.kit import rank_device
+from tests.kit.doors import shard as shard_units
+from tests.kit.doors import whole, whole_grads
 from tests.on_ranks import in_full, on_ranks
-from tests.reference import randn
+from tests.reference import assert_same_state, randn
+
+pytestmark = pytest.mark.behaviour("placements of fully_shard")
+
+both_kinds = pytest.mark.parametrize("place", [RowBlocks(1), Owned()], ids=["blocks", "owned"])
+BOTH = [RowBlocks(1), Owned()]
 
 
 def plain_model(seed=1):
@@ -28,20 +36,10 @@ def plain_model(seed=1):
     return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 11), nn.Linear(11, 3)).to(rank_device())
 
 
-def shard(model, rows=1, **kwargs):
-    """Shard as a unit inside a unit, by blocks of ``rows``, or by another placement; None is the default one."""
-    place = None if rows is None else lambda param: RowBlocks(rows) if isinstance(rows, int) else rows
-    fully_shard(model[0], shard_placement_fn=place, **kwargs)
-    return fully_shard(model, shard_placement_fn=place, **kwargs)
-
-
-def whole(model):
-    return {name: param.full_tensor().detach().clone() for name, param in model.named_parameters()}
-
-
-def assert_same(one, other):
-    assert list(one) == list(other)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+def shard(model, place, **kwargs):
+    """Shard as a unit inside a unit, with one placement; None is the default one."""
+    placement_fn = None if place is None else lambda param: place
+    return shard_units(model, "fully_shard", "0", shard_placement_fn=placement_fn, **kwargs)
 
 
 def backward(model, key=0):
@@ -49,77 +47,74 @@ def backward(model, key=0):
 
 
 @on_ranks(in_full(1), 2, in_full(3), in_full(5))
-@pytest.mark.parametrize("rows", [1, 2])
-def test_cuts_fall_between_blocks(rows):
-    """Each rank's rows begin with a block; together they are the parameter; gradients are placed like it."""
+@pytest.mark.parametrize("place", [RowBlocks(1), RowBlocks(2), Owned()], ids=str)
+def test_each_rank_has_whole_blocks(place):
+    """Rows begin with a block, or one rank has all; gradients and moments are placed like parameters.
+
+    Ranks own about as much.
+    """
     plain = plain_model()
-    model = shard(copy.deepcopy(plain), rows)
+    model = shard(copy.deepcopy(plain), place)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     backward(model)
+    optimizer.step()
+    loads = [0] * dist.get_world_size()
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert isinstance(param, nn.Parameter)
         assert type(param) is RaggedTensor
         (placement,) = param.placements
         spans = [placement.rows_on(rank, len(expected)) for rank in range(dist.get_world_size())]
-        assert all(span.start % rows == 0 for span in spans if span.numel)
+        if isinstance(place, Owned):
+            assert placement == RaggedShard(placement.first, len(expected), 0)
+            loads[placement.first] += expected.nbytes
+        else:
+            assert all(span.start % place.rows == 0 for span in spans if span.numel)
         own = slice(*spans[dist.get_rank()])
-        assert torch.equal(param.to_local(), expected[own])
-        assert torch.equal(param.full_tensor(), expected)
+        torch.testing.assert_close(param.to_local().detach(), expected[own].detach(), rtol=1e-6, atol=0)
         assert param.grad.placements == param.placements
         assert torch.equal(param.grad.to_local(), param.grad.full_tensor()[own])
+        assert optimizer.state[param]["exp_avg"].to_local().shape == expected[own].shape
+    assert max(loads) - min(loads) <= max(param.nbytes for param in plain.parameters())
 
 
-@on_ranks(2)
-def test_the_gathered_line_computes():
-    """Parameters are views of the memory into which ranks gather, and gradients are contiguous in their bucket."""
-    model = shard(plain_model())
+@on_ranks(2, in_full(3))
+@both_kinds
+def test_the_gathered_line_computes(place):
+    """Parameters are views of the memory into which ranks gather, and gradients are contiguous in their bucket.
+
+    Owned parameters are sent without padding.
+    """
+    model = shard(plain_model(), place)
+    for _ in range(2):
+        reset_counters()
+        backward(model)
+    if place == Owned():
+        nbytes = sum(param.nbytes for param in plain_model().parameters())
+        owned = sum(param.to_local().nbytes for param in model.parameters())
+        again = sum(param.nbytes - param.to_local().nbytes for param in model[0].parameters())  # in the backward
+        assert counters()["all_gather"] == (3, nbytes - owned + again)
+        assert counters()["reduce_scatter"] == (1, nbytes - owned)
     for unit_module in (model[0], model):
         unit_module.unshard()
         for flat_param in unit_module._fairshard_unit.flat_params:
             assert not isinstance(flat_param.gathered, CopiedOut)
-            buffer = flat_param.gathered.buffer.untyped_storage().data_ptr()
-            assert {slot.leaf.untyped_storage().data_ptr() for slot in flat_param.slots} == {buffer}
-            *runs, _ = flat_param.line.bucket_views(torch.empty_like(flat_param.gathered.buffer))
-            assert all(len(own) == 1 and own[0].is_contiguous() for own in runs)
+            buffer = flat_param.gathered.buffer
+            assert place != Owned() or buffer.numel() - flat_param.line.numel < dist.get_world_size()
+            storages = {slot.leaf.untyped_storage().data_ptr() for slot in flat_param.slots}
+            assert storages == {buffer.untyped_storage().data_ptr()}
+            if place != Owned():
+                *runs, _ = flat_param.line.bucket_views(torch.empty_like(buffer))
+                assert all(len(own) == 1 and own[0].is_contiguous() for own in runs)
 
 
-both_kinds = pytest.mark.parametrize("place", [RowBlocks(1), Owned()], ids=["blocks", "owned"])
-
-OPTIMIZERS = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=False),
-    "foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
-}
-
-
-def train(rows, optimizer, max_norm=None, **kwargs):
-    model = shard(plain_model(), rows, **kwargs)
-    optimizer = OPTIMIZERS[optimizer](model.parameters())
-    for key in range(3):
-        backward(model, key)
-        if max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=bool(key))
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole(model)
-
-
-@on_ranks(in_full(1), 2, in_full(3))
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@both_kinds
-def test_bits_are_those_of_the_default_placement(optimizer, place):
-    """Trained weights equal those of the default rows to the bit; clipping, which adds in another order, to 1e-6."""
-    assert_same(train(place, optimizer), train(None, optimizer))
-    for max_norm in (0.1, 1e3):
-        placed, even = train(place, optimizer, max_norm), train(None, optimizer, max_norm)
-        torch.testing.assert_close(placed, even, rtol=1e-6, atol=1e-7)
-
-
-@on_ranks(4, timeout=120)
-@both_kinds
-def test_replicas(place):
-    """Shards on two ranks, replicated twice, train as default rows on that mesh."""
-    mesh = init_device_mesh(rank_device().type, (2, 2))
-    assert_same(train(place, "sgd", mesh=mesh), train(None, "sgd", mesh=mesh))
+@on_ranks(2)
+def test_units_are_balanced_together():
+    """Owners are chosen by what ranks own of all units that were sharded since the last model began to run."""
+    layers = [fully_shard(nn.Linear(4, 4, bias=False), shard_placement_fn=lambda param: Owned()) for _ in range(5)]
+    owners = [layer.weight.placements[0].first for layer in layers]
+    assert owners == [0, 1, 0, 1, 0]  # the next would be on rank 1
+    layers[0](torch.ones(1, 4))
+    assert fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda param: Owned()).weight.placements[0].first == 0
 
 
 @on_ranks(2, in_full(3))
@@ -167,17 +162,21 @@ def test_equal_answers_for_the_whole(place):
 
 @on_ranks(2)
 def test_values_load_from_any_placement():
-    """Whole values, even rows, other blocks and owned tensors load, from and into each other."""
-    expected = plain_model(5)
-    models = [shard(plain_model(), rows) for rows in (1, 2, None, Owned())]
+    """Whole values, even rows, other blocks and owned tensors load, from and into each other, and without memory."""
+    expected, changed = plain_model(5).state_dict(), plain_model(6).state_dict()
+    with torch.device("meta"):
+        empty = [nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 11), nn.Linear(11, 3)) for _ in BOTH]
+    models = [shard(plain_model(), place) for place in (*BOTH, RowBlocks(2), None)]
+    for model, place in zip(empty, BOTH, strict=True):
+        models.append(shard(model, place).to_empty(device=rank_device()))
     for model in models:
-        model.load_state_dict(expected.state_dict())
-        assert_same(whole(model), dict(expected.named_parameters()))
-        changed = plain_model(6)
-        model.load_state_dict(changed.state_dict())
+        model.load_state_dict(expected)
+        assert_same_state(whole(model), expected)
+        model.load_state_dict(changed)
         for other in models:
             other.load_state_dict(model.state_dict())
-            assert_same(whole(other), dict(changed.named_parameters()))
+            assert_same_state(whole(other), changed)
+        backward(model)
 
 
 @on_ranks(2)
@@ -188,11 +187,10 @@ def test_copies_have_the_same_placements(place):
     backward(model)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert [param.placements for param in copied.parameters()] == [param.placements for param in model.parameters()]
-        assert_same(whole(copied), whole(model))
+        assert_same_state(whole(copied), whole(model))
         copied.zero_grad()
         backward(copied)
-        for one, other in zip(copied.parameters(), model.parameters(), strict=True):
-            assert torch.equal(one.grad.full_tensor(), other.grad.full_tensor())
+        assert_same_state(whole_grads(copied), whole_grads(model))
 
 
 @on_ranks(2)
@@ -203,27 +201,12 @@ def test_converted_layers_keep_their_rows(place):
     before = whole(model)
     model[2].to(torch.float64)
     model[3].to(torch.float64)
-    assert_same(whole(model), {name: value.to(model.get_parameter(name).dtype) for name, value in before.items()})
+    assert_same_state(whole(model), {name: value.to(model.get_parameter(name).dtype) for name, value in before.items()})
     inputs = randn(3, 7)
     hidden = model[1](model[0](inputs)).double()
     model.forward = lambda hidden: model[3](model[2](hidden))
     model(hidden).sum().backward()
     assert model[2].weight.grad.dtype == torch.float64
-
-
-@on_ranks(2)
-@both_kinds
-def test_a_model_without_memory_loads_its_values(place):
-    """A model on the meta device gets memory and values after it is sharded."""
-    expected = plain_model(5)
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 11), nn.Linear(11, 3))
-    model = shard(model, place)
-    assert all(param.is_meta for param in model.parameters())
-    model.to_empty(device=rank_device())
-    model.load_state_dict(expected.state_dict())
-    assert_same(whole(model), dict(expected.named_parameters()))
-    backward(model)
 
 
 @on_ranks(2)
@@ -247,33 +230,22 @@ def test_random_initialisation_raises_on_all_ranks():
 
 @on_ranks(2)
 @both_kinds
-def test_gradients_through_whole_values(place):
-    """A loss of `full_tensor()` reaches the parameter: each rank gets the gradient of its rows."""
+def test_gradients_through_values(place):
+    """Gradients of `full_tensor()`, of `to_local()` of each rank and of norms reach the parameter, as with DTensors.
+
+    With ``grad_placements=[Partial()]`` each rank's gradient is a term of the sum.
+    """
     weight = shard(plain_model(), place)[0].weight
-    weight.full_tensor().square().sum().backward()
-    assert torch.equal(weight.grad.full_tensor(), 2 * weight.full_tensor())
-
-
-@on_ranks(2)
-@both_kinds
-def test_partial_gradients_of_whole_values_are_summed(place):
-    """As for DTensors: with ``grad_placements=[Partial()]`` each rank's gradient is a term of the sum."""
-    weight = shard(plain_model(), place)[0].weight
-    (weight.full_tensor(grad_placements=[Partial()]) * (dist.get_rank() + 1)).sum().backward()
-    assert weight.grad.full_tensor().eq(1 + 2).all()
-
-
-@on_ranks(2)
-@both_kinds
-def test_gradients_through_own_rows(place):
-    """A penalty on `to_local()` of each rank, or on a norm, reaches the parameter, also of a rank without rows."""
-    weight = shard(plain_model(), place)[0].weight
-    weight.to_local().square().sum().backward()
-    assert torch.equal(weight.grad.full_tensor(), 2 * weight.full_tensor())
-    weight.grad = None
-    weight.norm().full_tensor().backward()
-    expected = weight.full_tensor() / weight.full_tensor().norm()
-    torch.testing.assert_close(weight.grad.full_tensor(), expected)  # the norm adds in another order
+    value, rank = weight.full_tensor().detach(), dist.get_rank()
+    for loss, expected in (
+        (lambda: weight.full_tensor().square().sum(), 2 * value),
+        (lambda: weight.to_local().square().sum(), 2 * value),
+        (lambda: (weight.full_tensor(grad_placements=[Partial()]) * (rank + 1)).sum(), torch.full_like(value, 1 + 2)),
+        (lambda: weight.norm().full_tensor(), value / value.norm()),
+    ):
+        weight.grad = None
+        loss().backward()
+        torch.testing.assert_close(weight.grad.full_tensor(), expected)  # the norm adds in another order
 
 
 @on_ranks(2)
@@ -295,7 +267,7 @@ def test_a_scaler_of_torch(is_finite, place):
     (found,) = scaler._found_inf_per_device(optimizer).values()
     assert bool(found) != is_finite
     if is_finite:
-        assert_same({name: param.grad.full_tensor() for name, param in model.named_parameters()}, expected)
+        assert_same_state(whole_grads(model), expected)
 
 
 REFUSED = {
@@ -342,12 +314,15 @@ def test_ranks_that_place_otherwise_raise_when_they_gather(kind):
     param = shard(plain_model(), place)[0].weight
     with pytest.raises(RanksDisagreeError, match=rf"must place a tensor alike to gather it, .* \(rank {rank}\)"):
         param.full_tensor()
+    model = shard(plain_model(), place)
+    with pytest.raises(RanksDisagreeError, match=r"sharded by RaggedShard\(.*; rank \d has .* RaggedShard\("):
+        backward(model)
 
 
 @on_ranks(2)
 def test_even_chunks_are_never_assumed():
     """Functions of torch that know even chunks only either ask the placement, which raises, or get no chunk at all."""
-    param, even = (shard(plain_model(), rows)[0].weight.detach() for rows in (1, None))
+    param, even = (shard(plain_model(), rows)[0].weight.detach() for rows in (RowBlocks(1), None))
     mesh, placements = param.device_mesh, param.placements
     own = placements[0].rows_on(dist.get_rank(), 5)
     (chunk,) = param.__create_chunk_list__()
@@ -374,9 +349,18 @@ def test_even_chunks_are_never_assumed():
     ):
         with pytest.raises(AttributeError, match=r"RaggedShard\(.*\) has no `"):
             refused()
-    model = shard(plain_model())
+    model = shard(plain_model(), RowBlocks(1))
     with pytest.raises(RuntimeError, match=r"`0.weight`: A DTensor placed by RaggedShard.* must come from a sharded"):
         model.load_state_dict({**model.state_dict(), "0.weight": plain})
+
+
+class OwnComm:
+    """Custom communication."""
+
+    def allocate(self, size, *, dtype, device):
+        raise AssertionError
+
+    __call__ = allocate
 
 
 @on_ranks(2)
@@ -389,14 +373,9 @@ def test_what_cannot_be_placed_is_refused():
         fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda param: RowBlocks())
     with pytest.raises(ValueError, match=r"must be one of the 2 ranks .*, from 0 to 1, but is 2 for `weight`"):
         fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda param: Owned(2))
-
-
-@on_ranks(2)
-@both_kinds
-def test_parameters_without_dimensions_stay_whole(place):
-    """A parameter without dimensions is replicated, as by default, beside others that are placed otherwise."""
-    model = nn.Linear(3, 3, device=rank_device())
-    model.scale = nn.Parameter(torch.tensor(1.5, device=rank_device()))
-    fully_shard(model, shard_placement_fn=lambda param: place)
-    assert model.scale.placements == (Replicate(),)
-    assert isinstance(model.weight.placements[0], RaggedShard)
+    model = shard(plain_model(), Owned())
+    for method in (model[0].set_custom_all_gather, model[0].set_custom_reduce_scatter):
+        with pytest.raises(ValueError, match=r"equally many elements of all ranks, but `0.weight` is placed by Owned"):
+            method(OwnComm())
+    with pytest.raises(ValueError, match=r"`set_allocate_memory_from_process_group_for_comm` must communicate"):
+        model[0].set_allocate_memory_from_process_group_for_comm(True)
