@@ -25,7 +25,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # `python -m tests.kit.gauge MODULE` prints. A limit may only fall: lower it in the commit that makes the code smaller.
 LIMITS = {
     "fairshard.engine.root": Figures(statements=3145, branches=1058, shared=22, flags=30),
-    "fairshard.nn.data_parallel.running": Figures(statements=4325, branches=1528, shared=26, flags=34, patches=1),
+    "fairshard.nn.data_parallel.running": Figures(statements=4283, branches=1524, shared=26, flags=34, patches=1),
 }
 
 UTILS = "fairshard.utils"
