@@ -153,7 +153,7 @@ INTERNAL = {
     "ShardingStrategy": {"is_hybrid", "reshards_after_forward"},
 }
 
-# Documented by hand, one section each.
+# On the page of errors.
 ERRORS = "fairshard.errors"
 
 
