@@ -17,44 +17,50 @@ engine, each run in fresh processes on CPU ranks (gloo), with the same seeds and
 `make clients ARGS="Trainer"` runs again the rows whose names contain a word, and keeps the others. The programs are in
 `tests/clients/`.
 
-A cell has the loss of each step, and after the bar the norm of the gradients, where the client reports it. *Lines* are
-those that a user of torch's engine changes. FSDP1 cannot save a full state on CPU ranks, and from a sharded one
-accelerate loads no optimizer state into a new optimizer of FSDP1: beside the wrapper torch's engine is FSDP2 where a
-second Trainer resumes, and saves a sharded state elsewhere.
+The losses and norms of gradients (where the client reports them) of *all* steps are compared; a cell has the last ones.
+FSDP1 cannot save a full state on CPU ranks, and from a sharded one accelerate loads no optimizer state into a new
+optimizer of FSDP1: beside the wrapper torch's engine is FSDP2 where a second Trainer resumes, and saves a sharded state
+elsewhere.
 
 """
-COLUMNS = "| client | ranks | lines that change | fairshard: losses \\| norms | torch's engine | outcome | seconds |"
+COLUMNS = "| client | lines | ranks | fairshard: loss, norm | torch's engine | outcome | seconds |"
 
 
 def write(cases, rows):
     """Write the page with ``rows``, (case, ours, theirs, outcome), and the present rows of all other ``cases``."""
-    lines = _present()
-    for case, ours, theirs, said in rows:
-        lines[case.name] = _row(case, ours, theirs, said)
-    kept = [lines[case.name] for case in cases if case.name in lines]
-    PAGE.write_text(HEAD + _where() + "\n".join([COLUMNS, "|" + "---|" * 7, *kept]) + "\n")
+    kinds = list(dict.fromkeys(case.changes for case in cases))
+    cells = {**_present(), **{case.name: _cells(case, ours, theirs, said) for case, ours, theirs, said in rows}}
+    kept = [(case.name, kinds.index(case.changes) + 1, *cells[case.name]) for case in cases if case.name in cells]
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in kept]
+    PAGE.write_text(HEAD + _changes(kinds) + _where() + "\n".join([COLUMNS, "|" + "---|" * 7, *lines]) + "\n")
 
 
 def _present():
+    """The cells of each row, by the client: without the number of the lines, which the cases say."""
     if not PAGE.exists():
         return {}
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    return {line.split("|")[1].strip(): line for line in rows}
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    return {name: cells for name, _, *cells in rows}
 
 
-def _row(case, ours, theirs, said):
-    changed = "<br>".join(f"`{line}`" for line in case.changes)
+def _changes(kinds):
+    """What a user of torch's engine changes, numbered."""
+    lines = [", ".join(f"`{line}`" for line in kind) for kind in kinds]
+    numbered = "\n".join(f"{number}. {line}" for number, line in enumerate(lines, 1))
+    return f"*Lines* are those that a user of torch's engine changes:\n\n{numbered}\n\n"
+
+
+def _cells(case, ours, theirs, said):
     seconds = f"{ours.seconds:.0f}, {theirs.seconds:.0f}"
+    other = "the same" if said == "equal to the bit" else _curve(theirs)
     said += f": {case.why}" if said.startswith("equal within") else ""
-    cells = [case.name, str(case.world_size), changed, _curve(ours), _curve(theirs), said, seconds]
-    return "| " + " | ".join(cells) + " |"
+    return [str(case.world_size), _curve(ours), other, said, seconds]
 
 
 def _curve(run):
     if run.curve is None:
         return "`" + run.error.replace("|", "/").replace("`", "'")[:240] + "`"
-    numbers = [" ".join(f"{value:.6g}" for value in run.curve[kind]) for kind in ("losses", "norms")]
-    return " \\| ".join(filter(None, numbers))
+    return ", ".join(f"{run.curve[kind][-1]:.6g}" for kind in ("losses", "norms") if run.curve[kind])
 
 
 def _where():
