@@ -23,7 +23,7 @@ optimizer of FSDP1: beside the wrapper torch's engine is FSDP2 where a second Tr
 elsewhere.
 
 """
-COLUMNS = "| client | lines | ranks | fairshard: loss, norm | torch's engine | outcome | seconds |"
+COLUMNS = "| client | lines | ranks | fairshard: loss, norm | torch's engine |"
 
 
 def write(cases, rows):
@@ -32,7 +32,7 @@ def write(cases, rows):
     cells = {**_present(), **{case.name: _cells(case, ours, theirs, said) for case, ours, theirs, said in rows}}
     kept = [(case.name, kinds.index(case.changes) + 1, *cells[case.name]) for case in cases if case.name in cells]
     lines = ["| " + " | ".join(map(str, row)) + " |" for row in kept]
-    PAGE.write_text(HEAD + _changes(kinds) + _where() + "\n".join([COLUMNS, "|" + "---|" * 7, *lines]) + "\n")
+    PAGE.write_text(HEAD + _changes(kinds) + _where() + "\n".join([COLUMNS, "|" + "---|" * 5, *lines]) + "\n")
 
 
 def _present():
@@ -51,15 +51,13 @@ def _changes(kinds):
 
 
 def _cells(case, ours, theirs, said):
-    seconds = f"{ours.seconds:.0f}, {theirs.seconds:.0f}"
-    other = "the same" if said == "equal to the bit" else _curve(theirs)
     said += f": {case.why}" if said.startswith("equal within") else ""
-    return [str(case.world_size), _curve(ours), other, said, seconds]
+    return [str(case.world_size), _curve(ours), said if said == "equal to the bit" else f"{_curve(theirs)}: {said}"]
 
 
 def _curve(run):
     if run.curve is None:
-        return "`" + run.error.replace("|", "/").replace("`", "'")[:240] + "`"
+        return "`" + run.error.replace("|", "/").replace("`", "'")[:120] + "`"
     return ", ".join(f"{run.curve[kind][-1]:.6g}" for kind in ("losses", "norms") if run.curve[kind])
 
 
