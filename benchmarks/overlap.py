@@ -77,7 +77,7 @@ def _rank(rank: int, names: list[str], world: int, folder: str) -> None:
 
 
 def _check_losses(runs: list[dict[str, Any]]) -> None:
-    reference = {run["case"]: run for run in runs if run["engine"] == overlap.PEERS[0]}
+    reference = {run["case"]: run for run in runs if run["engine"] == overlap.PEER}
     for run in (run for run in runs if run["engine"] != overlap.PLAIN):
         ours, expected = ({**one, "ranks": [one]} for one in (run, reference[run["case"]]))
         tolerance = TOLERANCE if "offload" in run["case"] or "steps early" in run["case"] else 0.0

@@ -4,7 +4,6 @@ The model is small; each of its dimensions stands for `SCALE` times as many (see
 """
 
 import contextlib
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -240,12 +239,8 @@ def _fully_shard(gpt: GPT, case: Case) -> Trained:
     return _stepped(_in_place(partial(fully_shard, bucket_cap_mb=case.cap_mb / SCALE**2), gpt, case), case)
 
 
-def _fsdp2(gpt: GPT, case: Case, prefetches: bool = False) -> Trained:
+def _fsdp2(gpt: GPT, case: Case) -> Trained:
     model = _in_place(fsdp.fully_shard, gpt, case)
-    if prefetches:
-        for earlier, later in itertools.pairwise([model, *model.blocks]):
-            earlier.set_modules_to_forward_prefetch([later])
-            later.set_modules_to_backward_prefetch([earlier])
     if not case.offload:
         return _stepped(model, case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
@@ -298,9 +293,8 @@ BUILDERS: dict[str, Callable[[GPT, Case], Trained]] = {
     "wrapper": _wrapper,
     "fully_shard": _fully_shard,
     "fsdp2": _fsdp2,
-    "fsdp2-prefetch": partial(_fsdp2, prefetches=True),
 }
 """How each engine shards a model."""
 
 ENGINES = [name for name in BUILDERS if name != PLAIN]
-PEERS = [name for name in ENGINES if name.startswith("fsdp2")]
+PEER = "fsdp2"
