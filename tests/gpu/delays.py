@@ -16,7 +16,6 @@ from tests.kit import rank_device
 
 SIMULATED = "sim"
 COMPUTE, UNSHARD, REDUCE, COPY = "compute", "unshard", "reduce", "copy"
-ROLES = (COMPUTE, UNSHARD, REDUCE, COPY)
 SLEEP_MS = 2.0
 CYCLES_PER_MS = 2_000_000
 """Of a GPU at 2 GHz; a slower one sleeps longer."""

@@ -25,11 +25,6 @@ pytestmark = pytest.mark.gpu
 HEADROOM = 1.05  # the caching allocator rounds blocks up
 
 
-def is_small():
-    """Whether sizes are small because times and memory are simulated."""
-    return rank_device().type == SIMULATED
-
-
 def peak_of(function):
     """``(result, bytes)``: the most bytes that ``function`` held on the device beyond those held before."""
     module = torch.get_device_module(rank_device().type)
@@ -43,7 +38,7 @@ def peak_of(function):
 
 def sizes():
     """The width of a Linear, the number of them, and the bytes of one."""
-    dim, number = (64, 6) if is_small() else (4096, 8)
+    dim, number = (64, 6) if rank_device().type == SIMULATED else (4096, 8)
     return dim, number, 4 * dim * (dim + 1)
 
 
@@ -125,7 +120,7 @@ def test_the_peak_of_a_step_is_the_plans(case):
     """
     module, here, options = torch.get_device_module(rank_device().type), rank_device(), CASES[case]
     config = GPTConfig(layers=8, dim=2048, heads=16, context=64)
-    config = GPTConfig(layers=4, dim=256, heads=4, context=16) if is_small() else config
+    config = GPTConfig(layers=4, dim=256, heads=4, context=16) if rank_device().type == SIMULATED else config
     policy = ModuleWrapPolicy({Block})
     with torch.device("meta"):
         plan = describe(GPT(config), policy, dist.get_world_size(), optimizer="adamw", device=here.type, **options)

@@ -10,7 +10,6 @@ from torch import nn
 from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.utils import device as devices
-from fairshard.utils.buckets import Bucketer
 from tests import sim
 from tests.gpu.delays import COMPUTE, COPY, REDUCE, SIMULATED, UNSHARD, late, must_not_wait, sleep
 from tests.kit import rank_device
@@ -151,20 +150,6 @@ def test_torchs_sanitizer_reports_nothing():
             assert not found
         finally:
             _sanitizer.cuda_sanitizer.disable()
-
-
-@on_ranks(2)
-def test_two_buckets_at_most_are_under_way():
-    """Two buckets are under way at once while the reduce stream is late, and never more."""
-    most, launch = [0], Bucketer.launch
-
-    def counted(self, *bucket):
-        launch(self, *bucket)
-        most[0] = max(most[0], len(self._flying))
-
-    with mock.patch.object(Bucketer, "launch", counted), late(REDUCE):
-        train(BY_NAME["fully_shard-medium-buckets"])
-    assert most[0] == 2
 
 
 @pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
