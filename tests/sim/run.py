@@ -28,12 +28,12 @@ def order_by_seed(seed):
         configure(seed, _EAGERNESS[seed // 2 % 4], ("random", "priority")[seed % 2])
 
 
-def watch(races=True, raises=False, host=True, stacks=True):
+def watch(raises=False, stacks=True):
     """Look for races, also between the host and the device; note where each task was issued.
 
     ``raises`` makes the access that comes second raise, for a debugger; otherwise `races` lists them.
     """
-    loaded().set_checks(races, raises, host)
+    loaded().set_checks(True, raises, True)
     loaded().set_stacks(_where if stacks else None)
 
 
