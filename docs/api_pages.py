@@ -140,7 +140,7 @@ HOOKS = {"forward", "extra_repr", "backward"}
 
 # Members of public classes that other parts of fairshard call, not users.
 INTERNAL = {
-    "CPUOptimizer": {"check_unstepped", "gradients"},
+    "CPUOptimizer": {"gradients"},
     "CustomPolicy": {"overrides"},
     "FairshardStrategy": {
         *("register_strategies", "precision_plugin", "setup", "model_sharded_context", "lightning_module_state_dict"),
