@@ -65,12 +65,6 @@ def gather_exchange(buffers: Buffers) -> None:
     buffers.exchange(lambda peer: own)
 
 
-def reduce_all_reduce(buffers: Buffers) -> None:
-    """All-reduce the whole buffer and keep one row of it."""
-    dist.all_reduce(buffers.whole)
-    buffers.row.copy_(buffers.whole[buffers.rank])
-
-
 def reduce_all_to_all(buffers: Buffers) -> None:
     """Exchange rows with the built-in all-to-all, then add them in rank order."""
     dist.all_to_all_single(buffers.received.view(-1), buffers.whole.view(-1))
@@ -89,7 +83,6 @@ WAYS: dict[str, Callable[[Buffers], None]] = {
     "all_gather_single": lambda buffers: ALL_GATHER(buffers.received.view(-1), buffers.row),
     "gather: direct exchange": gather_exchange,
     "reduce_scatter_single": lambda buffers: REDUCE_SCATTER(buffers.row, buffers.whole.view(-1)),
-    "all_reduce": reduce_all_reduce,
     "all_to_all + sum": reduce_all_to_all,
     "reduce: direct exchange + sum": reduce_exchange,
 }

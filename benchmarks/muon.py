@@ -43,9 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             record.write(options.out, record.header(__file__, options, argv), runs=runs)
     reference = next(run for run in runs if run["engine"] == PEER)
     for run in runs:
-        difference = report.loss_difference(run, reference, TOLERANCE, options.steps)
-        if difference is not None:
-            raise SystemExit(f"error: losses must be equal, but differ at {difference}.")
+        report.require_equal_losses(run, reference, TOLERANCE, options.steps)
     measured = {
         name: {run["repeat"]: {"step ms": report.slowest_ms(run, WARMUP, "optimizer")} for run in own}
         for name in NAMES

@@ -67,7 +67,7 @@ def _rank(rank: int, names: list[str], world: int, folder: str) -> None:
             dist.barrier()
             sim.restart()
             sim.configure(0, 0.0, "serial")
-            figures = overlap.train(engine, case).as_dict()
+            figures = dataclasses.asdict(overlap.train(engine, case))
             runs.append({"case": case.name, "engine": engine, **figures})
             if not rank:
                 print(f"{case.name}: {engine} {1e3 * figures['makespan']:.2f} ms", file=sys.stderr, flush=True)
@@ -77,32 +77,21 @@ def _rank(rank: int, names: list[str], world: int, folder: str) -> None:
 
 
 def _check_losses(runs: list[dict[str, Any]]) -> None:
-    reference = {run["case"]: run for run in runs if run["engine"] == overlap.PEERS[0]}
+    reference = {run["case"]: run for run in runs if run["engine"] == overlap.PEER}
     for run in (run for run in runs if run["engine"] != overlap.PLAIN):
         ours, expected = ({**one, "ranks": [one]} for one in (run, reference[run["case"]]))
         tolerance = TOLERANCE if "offload" in run["case"] or "steps early" in run["case"] else 0.0
-        if difference := report.loss_difference(ours, expected, tolerance, len(run["losses"])):
-            sys.exit(f"{run['case']}: losses must be equal, but differ at {difference}.")
+        report.require_equal_losses(ours, expected, tolerance, len(run["losses"]))
         if run["num_races"]:
             sys.exit(f"{run['case']}: {run['engine']} has {run['num_races']} races.")
 
 
 def tables(runs: list[dict[str, Any]]) -> str:
-    """One row for each engine and case.
-
-    ``compute`` is the model alone; ``exposed`` is all beyond it: the compute stream waits, or does the engine's own
-    work (``kernels``). ``beside`` is kernels on other streams; ``over FSDP2`` is over the better of its two prefetches.
-    """
-    rows = [["ms, simulated", "step", "compute", "exposed", "waits", "kernels", "beside", "over FSDP2"]]
-    of = {(run["case"], run["engine"]): run for run in runs}
-    for case, engine in (key for key in of if key[1] in overlap.ENGINES):
-        run, alone = of[case, engine], of[case, overlap.PLAIN]
-        step, compute = run["makespan"], alone["makespan"]
-        waits, kernels = sum(run["waits"].values()), run["kernels"] - alone["kernels"]
-        own = step, compute, step - compute, waits, kernels, run["beside"]
-        best = min(of[case, peer]["makespan"] for peer in overlap.PEERS)
-        rows.append([f"{case}: {engine}", *(f"{1e3 * seconds:.2f}" for seconds in own), f"{step / best:.3f}"])
-    return report.table(rows)
+    """One row a case: a simulated step of each engine; ``plain`` is the model alone, the rest is what waits for it."""
+    names = [overlap.PLAIN, *overlap.ENGINES]
+    of = {(run["case"], run["engine"]): f"{1e3 * run['makespan']:.2f}" for run in runs}
+    cases = dict.fromkeys(case for case, _ in of)
+    return report.table([["ms, simulated", *names], *([case, *(of[case, name] for name in names)] for case in cases)])
 
 
 def _parse() -> argparse.Namespace:

@@ -101,6 +101,13 @@ def loss_difference(run: Run, reference: Run, tolerance: float, steps: int = LOS
     return None
 
 
+def require_equal_losses(run: Run, reference: Run, tolerance: float, steps: int = LOSS_STEPS) -> None:
+    """End the program if ``run`` trains differently than ``reference``: then their times say nothing."""
+    difference = loss_difference(run, reference, tolerance, steps)
+    if difference is not None:
+        raise SystemExit(f"error: losses must be equal for times to be compared, but differ at {difference}.")
+
+
 def figures_table(measured: Figures, columns: Sequence[str], beside: Mapping[str, Sequence[str]] | None = None) -> str:
     """One row an engine; ``beside`` has more columns, whose names are under ``""``."""
     beside = beside or {}

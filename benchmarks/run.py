@@ -48,6 +48,7 @@ class Session:
         self.runs: list[dict[str, Any]] = []
         self.overheads: list[dict[str, Any]] = []
         self._tree = tree
+        self._tolerance = report.LOSS_TOLERANCE[options.precision]
         self._variants = [variant for engine in options.engines for variant in engines.variants(engine)]
 
     def check_losses(self) -> None:
@@ -56,7 +57,7 @@ class Session:
         for run in repeated(self._training(names, CHECK_STEPS, "step"), 1, self.failures):
             self.checks[run["engine"]] = run
             if REFERENCE in self.checks:
-                self._require_equal_losses(run)
+                report.require_equal_losses(run, self.checks[REFERENCE], self._tolerance)
                 print(f"{run['engine']}: losses agree with {REFERENCE}'s", flush=True)
         if REFERENCE not in self.checks:
             raise SystemExit(f"error: no reference to compare losses with: {self.failures[REFERENCE]}")
@@ -66,7 +67,7 @@ class Session:
         options = self.options
         names = [name for name in self._variants if name not in self.failures]
         for run in repeated(self._training(names, options.steps, ""), options.repeat, self.failures, options.turns):
-            self._require_equal_losses(run)
+            report.require_equal_losses(run, self.checks[REFERENCE], self._tolerance)
             self.runs.append(run)
             step = report.figures(run, options.warmup)["step ms"]
             print(f"repeat {run['repeat'] + 1}/{options.repeat}: {run['engine']} {step:.0f} ms a step", flush=True)
@@ -105,15 +106,6 @@ class Session:
         job = {"world": world, "device": device, "threads": options.threads, "timeout_s": options.timeout}
         tree = {"tree": self._tree} if "@" in name else {}
         return Job(worker, settings, is_fake=is_fake, **job, **tree)
-
-    def _require_equal_losses(self, run: Mapping[str, Any]) -> None:
-        tolerance = report.LOSS_TOLERANCE[self.options.precision]
-        difference = report.loss_difference(run, self.checks[REFERENCE], tolerance)
-        if difference is not None:
-            raise SystemExit(
-                f"error: engines must have equal losses for their times to be compared, but differ at {difference}. "
-                "Find out which one trains differently, or leave it out of --engines."
-            )
 
 
 def show(path: Path) -> None:

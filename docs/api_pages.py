@@ -140,7 +140,7 @@ HOOKS = {"forward", "extra_repr", "backward"}
 
 # Members of public classes that other parts of fairshard call, not users.
 INTERNAL = {
-    "CPUOptimizer": {"check_unstepped", "gradients"},
+    "CPUOptimizer": {"gradients"},
     "CustomPolicy": {"overrides"},
     "FairshardStrategy": {
         *("register_strategies", "precision_plugin", "setup", "model_sharded_context", "lightning_module_state_dict"),
@@ -153,7 +153,7 @@ INTERNAL = {
     "ShardingStrategy": {"is_hybrid", "reshards_after_forward"},
 }
 
-# Documented by hand, one section each.
+# On the page of errors.
 ERRORS = "fairshard.errors"
 
 

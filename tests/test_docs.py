@@ -45,9 +45,9 @@ def test_code_of_a_page_runs_on_two_ranks(page):
 
 
 def test_pages_with_code_were_found():
-    """The quickstart and the migration guide hold code: if none is found, the search is broken."""
+    """The quickstart and a guide hold code: if none is found, the search is broken."""
     assert len(blocks("docs/start/ten_minutes.md")) >= 8
-    assert "clip_grad_norm_" in "".join(blocks("docs/guides/coming_from/fairscale.md"))
+    assert "clip_grad_norm_" in "".join(blocks("docs/guides/fully_shard.md"))
 
 
 def run_doctests(module_names):

@@ -1,4 +1,4 @@
-"""The engines under test: one adapter per file, each a function ``build(model, units, options) -> Engine``.
+"""The engines under test: adapters, each a function ``build([setting,] model, units, options) -> Engine`` of a file.
 
 ``units`` is the container (in ``model``, or ``model`` itself) whose children are sharded one by one before
 the root.
@@ -14,15 +14,16 @@ from torch import nn
 from engines.engine import Engine, Options
 
 ADAPTERS = {
-    "fairshard": "fairshard_engine",
-    "fairshard-fully-shard": "fully_shard_engine",
-    "fsdp2": "fsdp2",
+    "fairshard": "placed/none",
+    "fairshard-fully-shard": "in_place/fairshard",
+    "fsdp2": "in_place/torch",
     "fsdp1": "fsdp1",
     "least": "least",
-    "ddp": "ddp",
+    "ddp": "replica/ddp",
     "deepspeed": "deepspeed",
-    "plain": "plain",
+    "plain": "replica/plain",
 }
+"""The file of each engine, and its setting."""
 
 OURS = ("fairshard", "fairshard-fully-shard")
 """The wrapper and ``fully_shard``; all other engines are peers."""
@@ -61,10 +62,8 @@ def can_compare(ours: str, peer: str) -> bool:
 def build(variant: str, model: nn.Module, units: nn.Module, options: Options) -> Engine:
     """Wrap ``model`` in the engine that ``variant`` names. Only this engine's packages are imported.
 
-    ``"placed/held"`` is the setting ``held`` of the adapter ``placed``, which is not among `ADAPTERS`.
+    A file and a setting that are not among `ADAPTERS`, such as ``"placed/held"``, are a variant, too.
     """
-    family, _, setting = variant.partition("/")
-    if setting:
-        return importlib.import_module(f"engines.{family}").build(setting, model, units, options)
-    adapter = importlib.import_module(f"engines.{ADAPTERS[adapter_of(variant)]}")
-    return adapter.build(model, units, replace(options, prefetch=variant.endswith("-prefetch")))
+    family, _, setting = ADAPTERS.get(adapter_of(variant), variant).partition("/")
+    own = replace(options, prefetch=variant.endswith("-prefetch"))
+    return importlib.import_module(f"engines.{family}").build(*filter(None, [setting]), model, units, own)

@@ -1,13 +1,14 @@
-"""The wrapper with shards, gradients and steps in one place or another; see `PLACEMENTS`."""
+"""fairshard's wrapper, with shards, gradients and steps in one place or another; see `PLACEMENTS`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from engines.engine import Engine, Options
-from engines.fairshard_engine import wrapped
-from fairshard.optim import CPUOptimizer
+from engines.engine import Engine, Options, wrap_children
+from fairshard.nn import FullyShardedDataParallel as FSDP
 
 PLACEMENTS = {
     "none": {},
@@ -23,6 +24,8 @@ class _SteppedOnCPU(Engine):
     """`CPUOptimizer` clips by itself, or steps during the last backward without clipping."""
 
     def __init__(self, model: nn.Module, options: Options, overlaps: bool):
+        from fairshard.optim import CPUOptimizer  # the other placements measure memory without it
+
         clip = None if overlaps else options.max_norm
         optimizer = CPUOptimizer(model, torch.optim.AdamW, lr=1e-3, clip_grad_norm=clip, overlap=overlaps)
         super().__init__(model, Options(), optimizer)
@@ -33,6 +36,14 @@ class _SteppedOnCPU(Engine):
             return
         with self.optimizer.last_backward():
             loss.backward()
+
+
+def wrapped(model: nn.Module, units: nn.Module, options: Options, **settings: Any) -> FSDP:
+    """Wrap ``model``, and the children of ``units`` first."""
+    if options.bf16:
+        settings.update(mixed_precision=True, compute_dtype=torch.bfloat16)
+    wrap_children(units, lambda unit: FSDP(unit, **settings))
+    return FSDP(model, **settings)
 
 
 def build(name: str, model: nn.Module, units: nn.Module, options: Options) -> Engine:

@@ -17,7 +17,7 @@ COMMANDS = {
 MEASURED = {
     "run.py": {"fairshard", "fsdp2", "fsdp2-prefetch"},
     "offload.py": {"none", "offload", "held", "fsdp2"},
-    "checkpoint.py": {"dd, one stream", "fairshard save", "fsdp2 + dcp save", "fairshard load", "fairshard async"},
+    "checkpoint.py": {"fairshard save", "fsdp2 + dcp save", "fairshard load", "fairshard async"},
     "muon.py": {"torch", "fairshard", "owned"},
 }
 

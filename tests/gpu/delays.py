@@ -5,7 +5,6 @@ On the simulated accelerator a sleep is one small task, and orders come from its
 """
 
 import contextlib
-import functools
 from unittest import mock
 
 import torch
@@ -17,15 +16,16 @@ from tests.kit import rank_device
 
 SIMULATED = "sim"
 COMPUTE, UNSHARD, REDUCE, COPY = "compute", "unshard", "reduce", "copy"
-ROLES = (COMPUTE, UNSHARD, REDUCE, COPY)
 SLEEP_MS = 2.0
+CYCLES_PER_MS = 2_000_000
+"""Of a GPU at 2 GHz; a slower one sleeps longer."""
 
 
 def sleep(ms=SLEEP_MS):
     """Let the current stream of this rank's device do nothing for about ``ms``."""
     kind = rank_device().type
     if kind == "cuda":
-        torch.cuda._sleep(int(ms * _cycles_per_ms()))
+        torch.cuda._sleep(int(ms * CYCLES_PER_MS))
     else:
         own = _scratch(torch.accelerator.current_stream())
         for _ in range(1 if kind == SIMULATED else int(1000 * ms)):
@@ -42,17 +42,6 @@ def _scratch(stream):
 
 
 _scratches = {}
-
-
-@functools.cache
-def _cycles_per_ms():
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(1_000_000)
-    start.record()
-    torch.cuda._sleep(20_000_000)
-    end.record()
-    end.synchronize()
-    return 20_000_000 / start.elapsed_time(end)
 
 
 @contextlib.contextmanager

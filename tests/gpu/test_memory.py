@@ -15,18 +15,30 @@ from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.wrap import ModuleWrapPolicy, describe
 from fairshard.utils import pinned
 from fairshard.utils.device import accelerator_rng_state
-from tests.gpu.delays import must_not_wait
-from tests.gpu.training import Way, batches, build, is_small, optimizer_of, peak_of
+from tests.gpu.delays import SIMULATED, must_not_wait
 from tests.kit import rank_device
 from tests.on_ranks import on_ranks
+from tests.sim.cells import BY_NAME
+from tests.sim.training import batches, build, optimizer_of
 
 pytestmark = pytest.mark.gpu
 HEADROOM = 1.05  # the caching allocator rounds blocks up
 
 
+def peak_of(function):
+    """``(result, bytes)``: the most bytes that ``function`` held on the device beyond those held before."""
+    module = torch.get_device_module(rank_device().type)
+    module.synchronize()
+    before = module.memory_allocated()
+    module.reset_peak_memory_stats()
+    result = function()
+    module.synchronize()
+    return result, module.max_memory_allocated() - before
+
+
 def sizes():
     """The width of a Linear, the number of them, and the bytes of one."""
-    dim, number = (64, 6) if is_small() else (4096, 8)
+    dim, number = (64, 6) if rank_device().type == SIMULATED else (4096, 8)
     return dim, number, 4 * dim * (dim + 1)
 
 
@@ -38,31 +50,16 @@ def linears(device):
         return [nn.Linear(dim, dim) for _ in range(number)]
 
 
-@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize(("origin", "options"), [("cpu", {}), ("cpu", {"cpu_offload": True}), ("meta", {})])
 @on_ranks(1)
-def test_wrapping_a_module_on_the_host_holds_one_unit(offloads):
-    """With ``device_id`` the peak of wrapping is the shards on the device, none with offload, and a unit on its way."""
-    _, number, unit_nbytes = sizes()
-    here, options = torch.device(rank_device().type, 0), {"cpu_offload": offloads}
-    units = linears("cpu")
-
-    def wrap():
-        return FSDP(nn.Sequential(*[FSDP(unit, device_id=here, **options) for unit in units]), **options)
-
-    model, nbytes = peak_of(wrap)
-    assert nbytes <= HEADROOM * unit_nbytes * (2 + (0 if offloads else number))
-    model(torch.ones(1, sizes()[0], device=here)).sum().backward()
-
-
-@on_ranks(1)
-def test_meta_modules_are_materialised_on_the_device():
-    """Meta modules are materialised on the current device; the peak is the shards and one unit."""
+def test_wrapping_holds_one_unit(origin, options):
+    """The peak of wrapping a module in host memory or on the meta device is the shards and a unit on its way."""
     dim, number, unit_nbytes = sizes()
-    units = linears("meta")
-    model, nbytes = peak_of(lambda: FSDP(nn.Sequential(*[FSDP(unit) for unit in units])))
-    assert nbytes <= HEADROOM * unit_nbytes * (2 + number)
-    model(torch.ones(1, dim, device=rank_device())).sum().backward()
-    assert {param.device.type for param in model.parameters()} == {rank_device().type}
+    here, units = torch.device(rank_device().type, 0), linears(origin)
+    inner = {"device_id": here, **options} if origin == "cpu" else {}
+    model, nbytes = peak_of(lambda: FSDP(nn.Sequential(*[FSDP(unit, **inner) for unit in units]), **options))
+    assert nbytes <= HEADROOM * unit_nbytes * (2 + (0 if options else number))  # offloaded shards are on the host
+    model(torch.ones(1, dim, device=here)).sum().backward()
 
 
 @on_ranks(2)
@@ -123,7 +120,7 @@ def test_the_peak_of_a_step_is_the_plans(case):
     """
     module, here, options = torch.get_device_module(rank_device().type), rank_device(), CASES[case]
     config = GPTConfig(layers=8, dim=2048, heads=16, context=64)
-    config = GPTConfig(layers=4, dim=256, heads=4, context=16) if is_small() else config
+    config = GPTConfig(layers=4, dim=256, heads=4, context=16) if rank_device().type == SIMULATED else config
     policy = ModuleWrapPolicy({Block})
     with torch.device("meta"):
         plan = describe(GPT(config), policy, dist.get_world_size(), optimizer="adamw", device=here.type, **options)
@@ -185,22 +182,22 @@ def test_pinned_inputs_move_without_waiting():
 @on_ranks(1)
 def test_a_background_save_is_not_changed_by_later_steps():
     """A background save copies shards to pinned memory before the next step; random numbers go on after a load."""
-    way = Way()
-    model, inputs = build(way), batches(2)
-    optimizer = optimizer_of(way, model)
+    cell = BY_NAME["wrapper-fp32-device"]
+    model, pairs = build(cell), batches(cell, 2)
+    optimizer = optimizer_of(cell, model)
 
     def step(x):
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    step(inputs[0])
+    step(pairs[0][0])
     saved = [shard.detach().clone() for shard in model.parameters()]
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder) as checkpointer:
         checkpointer.save(1, model, optimizer)
         state = accelerator_rng_state()
         expected = torch.rand(16, device=rank_device())
-        step(inputs[1])
+        step(pairs[1][0])
         checkpointer.wait()
         checkpointer.load_latest(model, optimizer)
         found = torch.rand(16, device=rank_device())

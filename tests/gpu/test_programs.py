@@ -9,9 +9,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from tests.gpu.training import Way, batches, build
 from tests.kit import rank_device
 from tests.on_ranks import on_ranks
+from tests.sim.cells import BY_NAME
+from tests.sim.training import batches, build
 
 pytestmark = pytest.mark.gpu
 
@@ -65,10 +66,11 @@ def test_compiled_blocks_train_as_uncompiled_ones(mode):
 
     if rank_device().type != "cuda":
         return
-    inputs = batches(5)
-    expected = steps(build(Way("fully_shard")), inputs)
+    cell = BY_NAME["fully_shard-fp32-device"]
+    inputs = [each for each, _ in batches(cell, 5)]
+    expected = steps(build(cell), inputs)
     torch.compiler.reset()
-    model = build(Way("fully_shard"))
+    model = build(cell)
     for block in model.blocks:
         block.compile(mode=mode)
     found = steps(model, inputs[:2])
@@ -81,13 +83,14 @@ def test_compiled_blocks_train_as_uncompiled_ones(mode):
 @on_ranks(1)
 def test_a_profile_has_the_regions_of_each_unit():
     """A profile has the regions of each unit; on CUDA they also lie above the kernels that they launch."""
-    model, inputs = build(Way("fully_shard", bucket_cap_mb=0.0)), batches(3)
+    cell = BY_NAME["fully_shard-small-buckets"]
+    model, inputs = build(cell), [each for each, _ in batches(cell, 3)]
     steps(model, inputs[:2])
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if rank_device().type == "cuda" else [])]
     with profile(activities=kinds) as found:
         steps(model, inputs[2:])
         torch.get_device_module(rank_device().type).synchronize()
     regions = [event for event in found.events() if event.name.startswith("fairshard::")]
-    assert all(any(f"blocks.{index}" in event.name for event in regions) for index in range(4))
+    assert all(any(f"blocks.{index}" in event.name for event in regions) for index in range(3))
     on_device = any(event.device_type == torch.autograd.DeviceType.CUDA for event in regions)
     assert on_device == (rank_device().type == "cuda")

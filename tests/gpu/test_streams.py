@@ -1,108 +1,108 @@
 """Streams that are late change no bit, the host does not wait, and without a wait of the engine a bit changes."""
 
-import contextlib
-import itertools
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fairshard.engine.tree import units_below
 from fairshard.nn import FullyShardedDataParallel as FSDP
-from fairshard.nn import ShardingStrategy
 from fairshard.utils import device as devices
-from fairshard.utils.buckets import Bucketer
-from fairshard.utils.streams import Stream
 from tests import sim
 from tests.gpu.delays import COMPUTE, COPY, REDUCE, SIMULATED, UNSHARD, late, must_not_wait, sleep
-from tests.gpu.training import DIM, Net, Way, batches, build, check_when_late, digest, own_part, train
 from tests.kit import rank_device
 from tests.on_ranks import on_ranks
+from tests.sim.cells import BASIC, BY_NAME
 from tests.sim.planted import planted
+from tests.sim.training import batches, build, digest, train
 
 pytestmark = pytest.mark.gpu
-BF16 = torch.bfloat16
-HELD = Way(placement="held", optimizer="cpu")
-OFFLOAD, WRITES = Way(placement="offload"), Way(placement="offload", writes=True)
 
 LATE = {
     "a gather never starts before its memory is free": (
         COMPUTE,
-        [Way(), Way(low=BF16), Way("fully_shard"), Way("fully_shard", BF16)],
+        ("wrapper-fp32-device", "wrapper-bf16-device", "fully_shard-fp32-device", "fully_shard-bf16-device"),
     ),
     "compute waits for casts and copies from the host": (
         UNSHARD,
-        [
-            *(Way("fully_shard", BF16), Way("orig", BF16), Way(low=BF16, strategy="NO_SHARD"), OFFLOAD),
-            *(Way("fully_shard", placement="offload"), Way(low=BF16, placement="offload")),
-        ],
+        (
+            *("fully_shard-bf16-device", "orig-bf16-device", "no-shard", "wrapper-fp32-offload"),
+            *("fully_shard-fp32-offload", "wrapper-bf16-offload"),
+        ),
     ),
-    "`unshard()` between passes waits for the optimizer's step": (
-        COMPUTE,
-        [Way("fully_shard", unshards=True), Way("fully_shard", BF16, unshards=True)],
-    ),
-    "after `set_post_optim_event` gathers wait for that event": (COMPUTE, [Way("fully_shard", BF16, gives_event=True)]),
+    "`unshard()` between passes waits for the optimizer's step": (COMPUTE, ("explicit-fp32", "explicit")),
+    "after `set_post_optim_event` gathers wait for that event": (COMPUTE, ("event",)),
     "a shard in host memory is not changed while it is read": (
         UNSHARD,
-        [OFFLOAD, WRITES, Way(low=BF16, placement="offload", optimizer="cpu"), Way("fully_shard", placement="offload")],
+        ("wrapper-fp32-offload", "write-offload", "cpu-optimizer", "fully_shard-fp32-offload"),
     ),
     "copies of gradients have ended when the backward returns": (
         COPY,
-        [OFFLOAD, Way(placement="master"), Way("orig", placement="offload")],
+        ("small-buckets-offload", "master", "orig-fp32-offload"),
     ),
-    "held gradients are copied through two buffers in turn": (COPY, [HELD]),
-    "held gradients are copied when they are ready": (
-        COMPUTE,
-        [HELD, Way(low=BF16, placement="held", optimizer="cpu"), Way(placement="held", optimizer="overlap")],
-    ),
+    "held gradients are copied through two buffers in turn": (COPY, ("held",)),
+    "held gradients are copied when they are ready": (COMPUTE, ("held", "held-overlap")),
 }
+"""What is claimed, the stream that is late, and the cells of ``tests/sim/cells.py`` that use it."""
+
+
+def check_when_late(role, *names):
+    """Each of the cells ``names`` gives the same bits when work on the stream of ``role`` is late."""
+    for name in names:
+        expected = digest(train(BY_NAME[name]))
+        with late(role):
+            assert digest(train(BY_NAME[name])) == expected, f"a late {role} stream changes the weights of {name}"
 
 
 @pytest.mark.parametrize("claim", LATE)
 @on_ranks(1)
 def test_a_late_stream_changes_no_bit(claim):
     """Whatever stream is late, weights and losses are those of a run on time."""
-    role, ways = LATE[claim]
-    check_when_late(role, *ways)
+    role, names = LATE[claim]
+    check_when_late(role, *names)
 
 
 @on_ranks(2)
 def test_a_late_reduce_stream_changes_no_bit():
     """No bucket's memory is reused before it has been read, also where gradients are reduced in place."""
-    no_shard = [Way(strategy="NO_SHARD"), Way(strategy="NO_SHARD", low=BF16)]
-    check_when_late(REDUCE, Way(), Way("fully_shard", BF16), Way(bucket_cap_mb=0.0), *no_shard)
+    check_when_late(REDUCE, "wrapper-fp32-device", "fully_shard-bf16-device", "small-buckets", "no-shard")
+
+
+@on_ranks(4)
+def test_replicas_reduce_behind_their_shards():
+    """The all-reduce over replicas follows its reduce-scatter on the reduce stream."""
+    check_when_late(REDUCE, "hybrid", "fully_shard-hybrid")
 
 
 PLANTS = {
-    "compute waits for the cast": ("utils.transfers:wait_all:wait", Way("fully_shard", BF16), UNSHARD),
-    "compute waits for the copy from the host": ("utils.transfers:wait_all:wait", OFFLOAD, UNSHARD),
-    "compute waits for a unit": ("params.flat_param:FlatParam.wait_unshard:wait", Way(low=BF16), UNSHARD),
-    "gathers wait for the optimizer's step": ("engine.shared:Shared.await_step:wait", Way(low=BF16), COMPUTE),
-    "freed memory has an event": ("engine.shared:Shared.note_free:record", Way(low=BF16), COMPUTE),
-    "gathers wait for freed memory": ("engine.unit:Unit.unshard:wait-2", Way(low=BF16), COMPUTE),
-    "copies to the host wait for sums": ("params.shard_grad:GradTransfers.copy:wait", OFFLOAD, COMPUTE),
-    "the host waits for gradients": ("params.shard_grad:GradTransfers.wait:wait", OFFLOAD, COPY),
-    "events make the host wait": ("utils.streams:Event.synchronize:wait", OFFLOAD, COPY),
-    "a step waits for held gradients": ("optim.cpu_worker:GradStaging.fetch:wait", HELD, COPY),
-    "reads of shards have an event": ("engine.root:Root.wait_for_reads:record", WRITES, UNSHARD),
-    "the host waits for reads of shards": ("engine.root:Root.wait_for_reads:wait", WRITES, UNSHARD),
+    "compute waits for the cast": ("utils.transfers:wait_all:wait", "fully_shard-bf16-device", UNSHARD),
+    "compute waits for the copy from the host": ("utils.transfers:wait_all:wait", "wrapper-fp32-offload", UNSHARD),
+    "compute waits for a unit": ("params.flat_param:FlatParam.wait_unshard:wait", "wrapper-bf16-device", UNSHARD),
+    "gathers wait for the optimizer's step": ("engine.shared:Shared.await_step:wait", "wrapper-bf16-device", COMPUTE),
+    "freed memory has an event": ("engine.shared:Shared.note_free:record", "wrapper-bf16-device", COMPUTE),
+    "gathers wait for freed memory": ("engine.unit:Unit.unshard:wait-2", "wrapper-bf16-device", COMPUTE),
+    "copies to the host wait for sums": ("params.shard_grad:GradTransfers.copy:wait", "small-buckets-offload", COMPUTE),
+    "the host waits for gradients": ("params.shard_grad:GradTransfers.wait:wait", "small-buckets-offload", COPY),
+    "events make the host wait": ("utils.streams:Event.synchronize:wait", "small-buckets-offload", COPY),
+    "a step waits for held gradients": ("optim.cpu_worker:GradStaging.fetch:wait", "held", COPY),
+    "reads of shards have an event": ("engine.root:Root.wait_for_reads:record", "write-offload", UNSHARD),
+    "the host waits for reads of shards": ("engine.root:Root.wait_for_reads:wait", "write-offload", UNSHARD),
 }
-"""Some sites of ``tests/sim/test_planted.py``: where each is, and the way of training and the stream that show it."""
+"""Some sites of ``tests/sim/test_planted.py``: where each is, and the cell and the stream that show it."""
 
 
 @pytest.mark.parametrize("claim", PLANTS)
 @on_ranks(1)
 def test_without_a_wait_some_bit_changes(claim):
     """Each wait that is removed from the engine shows when the stream that it waits for sleeps."""
-    site, way, role = PLANTS[claim]
+    site, name, role = PLANTS[claim]
     if rank_device().type == SIMULATED:
         sim.order_by_seed(0)  # in this order work is done only when the host waits
-    expected = digest(train(way))
+    expected = digest(train(BY_NAME[name]))
     with planted(f"fairshard.{site}"), late(role):
-        found = digest(train(way))
+        found = digest(train(BY_NAME[name]))
     assert _num_races() or found != expected
 
 
@@ -145,36 +145,22 @@ def test_torchs_sanitizer_reports_nothing():
             assert found, "the sanitizer has not reported a planted race, so it does not look"
             torch.cuda.synchronize()
             found.clear()
-            placements = (("device", "sgd"), ("offload", "sgd"), ("offload", "cpu"))
-            for door, low, (placement, step) in itertools.product(("wrapper", "fully_shard"), (None, BF16), placements):
-                train(Way(door, low, placement, step), num_steps=3)
+            for cell in [*BASIC, BY_NAME["cpu-optimizer"]]:
+                train(cell)
             assert not found
         finally:
             _sanitizer.cuda_sanitizer.disable()
-
-
-@on_ranks(2)
-def test_two_buckets_at_most_are_under_way():
-    """Two buckets are under way at once while the reduce stream is late, and never more."""
-    most, launch = [0], Bucketer.launch
-
-    def counted(self, *bucket):
-        launch(self, *bucket)
-        most[0] = max(most[0], len(self._flying))
-
-    with mock.patch.object(Bucketer, "launch", counted), late(REDUCE):
-        train(Way(bucket_cap_mb=0.06))
-    assert most[0] == 2
 
 
 @pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
 @on_ranks(1, 2)
 def test_the_host_does_not_wait_in_a_pass(door):
     """The host returns from a forward and from a backward while the device still sleeps before them."""
-    model, inputs = build(Way(door, BF16)), batches(3)
-    for each in inputs[:2]:
-        model(each).square().mean().backward()
-    loss = must_not_wait(lambda: model(inputs[2]).square().mean())
+    cell = BY_NAME[f"{door}-bf16-device"]
+    model, pairs = build(cell), batches(cell, 3)
+    for inputs, _ in pairs[:2]:
+        model(inputs).square().mean().backward()
+    loss = must_not_wait(lambda: model(pairs[2][0]).square().mean())
     must_not_wait(loss.backward)
 
 
@@ -183,8 +169,8 @@ class _Experts(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
-        self.last = nn.Linear(DIM, DIM)
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.last = nn.Linear(32, 32)
 
     def forward(self, x, number):
         outputs = [expert(x) for expert in self.experts]
@@ -199,39 +185,20 @@ def test_serving_another_ranks_expert_does_not_wait():
     for index in range(2):
         model.experts[index] = FSDP(model.experts[index])
     model = FSDP(model)
-    held = []
-    for each in batches(3):
-        loss = model(each, dist.get_rank() % 2).square().mean()
+    inputs, held = torch.randn(16, 32, device=rank_device()), []
+    for _ in range(3):
+        loss = model(inputs, dist.get_rank() % 2).square().mean()
         must_not_wait(loss.backward)
         held.append(devices.memory_allocated(rank_device()))
     assert held[-1] <= held[-2]
 
 
-@on_ranks(4)
-def test_replicas_reduce_behind_their_shards():
-    """The all-reduce over replicas follows its reduce-scatter on the reduce stream; the host does not wait."""
-    mesh = init_device_mesh(rank_device().type, (2, 2))
-    digests = []
-    for slow in (False, True):
-        with late(REDUCE) if slow else contextlib.nullcontext():
-            torch.manual_seed(0)
-            net = Net().to(rank_device())
-            options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
-            for index, block in enumerate(net.blocks):
-                net.blocks[index] = FSDP(block, **options)
-            model = FSDP(net, **options)
-            for step, each in enumerate(batches(3)):
-                loss = model(each).square().mean()
-                must_not_wait(loss.backward) if step else loss.backward()  # the first one builds communicators
-            digests.append(digest(own_part(param.grad) for param in model.parameters()))
-    assert digests[0] == digests[1]
-
-
 @on_ranks(1)
 def test_gathers_do_not_wait_for_work_after_the_event():
     """After ``set_post_optim_event`` the next gathers do not wait for later work on the compute stream."""
-    model, inputs = build(Way("fully_shard", BF16)), batches(2)
-    model(inputs[0]).square().mean().backward()
+    cell = BY_NAME["fully_shard-bf16-device"]
+    model, ((inputs, _), (others, _)) = build(cell), batches(cell, 2)
+    model(inputs).square().mean().backward()
     model.set_post_optim_event(torch.accelerator.current_stream().record_event())
     sleep(200.0)
     slept = torch.accelerator.current_stream().record_event()
@@ -239,29 +206,4 @@ def test_gathers_do_not_wait_for_work_after_the_event():
     _, unit = next(iter(units_below(model)))
     unit.root.shared.unshard_stream.record().synchronize()
     assert rank_device().type == SIMULATED or not slept.query()  # the simulator may go on while the host waits
-    model(inputs[1])
-
-
-@on_ranks(1)
-def test_an_event_makes_the_stream_of_its_own_device_wait():
-    """`Event.wait` makes the stream of the event's own device wait, whatever device is current."""
-    kind = rank_device().type
-    if devices.device_count(kind) < 2:
-        return  # one process must see two devices
-    here, other = (torch.device(kind, number) for number in range(2))
-    slow, seen = torch.zeros(1024, device=other), torch.empty(1024, device=other)
-    side = Stream(other)
-    devices.set_device(other)
-    try:
-        torch.accelerator.synchronize()
-        with side.use():
-            sleep(50.0)
-            slow.fill_(1.0)
-        event = side.record()
-        devices.set_device(here)
-        event.wait()
-        devices.set_device(other)
-        seen.copy_(slow)
-        assert bool((seen == 1).all())
-    finally:
-        devices.set_device(here)
+    model(others)

@@ -8,35 +8,21 @@ See ``README.md`` in this folder.
 load it in ranks of their own (`tests.sim.ranks`), never in pytest's process.
 """
 
-from tests.sim.device import load
+from tests.sim.device import load, loaded
 from tests.sim.extension import build, why_missing
-from tests.sim.run import (
-    configure,
-    host_time,
-    makespan,
-    order_by_seed,
-    races,
-    reset,
-    restart,
-    set_cost,
-    stats,
-    trace,
-    watch,
-)
+from tests.sim.run import configure, order_by_seed, set_cost, watch
 
-__all__ = [
-    "build",
-    "configure",
-    "host_time",
-    "load",
-    "makespan",
-    "order_by_seed",
-    "races",
-    "reset",
-    "restart",
-    "set_cost",
-    "stats",
-    "trace",
-    "watch",
-    "why_missing",
-]
+__all__ = ["build", "configure", "load", "order_by_seed", "set_cost", "watch", "why_missing"]
+
+
+def __getattr__(name):
+    """What the extension offers under the same name; times are simulated.
+
+    ``races()``: each two accesses so far that no wait orders, as text. ``reset()``: finish all work, then forget races,
+    statistics and the time. ``restart()``: drop the queued work, and forget every stream, access and cost, as in
+    a new process. ``stats()``: counts of what the device did, by name. ``trace()``: name, device, stream, start and end
+    of each task so far. ``host_time()``: the host's clock. ``makespan()``: when the last stream ends.
+    """
+    if name in ("races", "reset", "restart", "stats", "trace", "host_time", "makespan"):
+        return getattr(loaded(), name)
+    raise AttributeError(name)

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from fairshard.optim.cpu_worker import CPUWorker
 from tests.sim.device import loaded
-from tests.sim.run import host_time
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class HostCosts(TorchDispatchMode):
         touched = [t for t in tree_leaves((values, made, () if fills else written)) if isinstance(t, torch.Tensor)]
         if touched and all(t.is_cpu for t in touched):
             fixed = self._collective if func.namespace in ("c10d", "_c10d_functional") else 0.0
-            loaded().reach_host_time(host_time() + fixed + sum(t.nbytes for t in touched) * self._per_byte)
+            loaded().reach_host_time(loaded().host_time() + fixed + sum(t.nbytes for t in touched) * self._per_byte)
         return result
 
 
@@ -103,7 +102,7 @@ def timed_workers(machine: Machine, scale: float) -> Iterator[None]:
     ends: dict[CPUWorker, list[float]] = {}
 
     def submit_timed(self: CPUWorker, what: str, job: Any) -> None:
-        own, submitted = ends.setdefault(self, []), host_time()
+        own, submitted = ends.setdefault(self, []), loaded().host_time()
 
         def run() -> None:
             loaded().own_host_time(max([submitted, *own[-1:]]))

@@ -4,10 +4,9 @@ The model is small; each of its dimensions stands for `SCALE` times as many (see
 """
 
 import contextlib
-import itertools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
-from fairshard.extras.planning.peak import BUCKETS, GATHERED, GRADS, ON_WAY, PARTS, WHOLE_GRADS
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn import fully_shard
 from fairshard.nn.wrap import ModuleWrapPolicy, WrapPlan, describe
@@ -27,7 +25,6 @@ from fairshard.optim import CPUOptimizer
 from fairshard.params import shard_grad
 from tests import sim
 from tests.sim.costs import H100, H100_PCIE, HostCosts, Machine, charge, timed_workers
-from tests.sim.peak import MemoryWatch
 
 SCALE = 32
 _SMALL = {"dim": 16, "num_heads": 4, "num_blocks": 24}
@@ -78,20 +75,13 @@ CASES = [
 class Figures:
     """A timed step of one rank, in simulated seconds.
 
-    ``waits``: the compute stream's idle time, by the task that it waited for. ``kernels``: its busy time.
-    ``beside``: busy time of kernels on other streams, without collectives and copies to and from the host.
+    ``waits``: the compute stream's idle time, by the task that it waited for.
     """
 
     losses: tuple[float, ...]
     makespan: float
-    kernels: float
-    beside: float
     waits: dict[str, float]
     num_races: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """The figures as plain data for JSON."""
-        return asdict(self)
 
 
 class Block(nn.Module):
@@ -167,70 +157,36 @@ def train(engine: str, case: Case, num_steps: int = 2, times_update: bool | None
         begin, num_before = sim.host_time(), len(sim.trace())
         step(texts[-1], times_update)
         makespan = max(sim.makespan(), sim.host_time()) - begin
-    waits, beside, kernels = Counter(), 0.0, 0.0
+    waits, kernels = Counter(), 0.0
     for name, _, stream, start, end in sim.trace()[num_before:]:
         start = max(start, begin)
         if stream == 0 and name.startswith("wait: "):
             waits[name.removeprefix("wait: ")] += end - start
         elif stream == 0:
             kernels += end - start
-        elif not name.startswith(("wait: ", "all_gather", "reduce_scatter", "copy_ to")):
-            beside += end - start
     waits["end"] = makespan - kernels - sum(waits.values())  # after the last kernel
-    return Figures(
-        tuple(float(loss) for loss in losses),
-        makespan,
-        kernels,
-        beside,
-        {k: v for k, v in waits.items() if v},
-        len(sim.races()),
-    )
+    shown = {name: seconds for name, seconds in waits.items() if seconds}
+    return Figures(tuple(float(loss) for loss in losses), makespan, shown, len(sim.races()))
 
 
-GROUPS = {
-    "shards": ("shards", "shards that compute"),
-    "optimizer state": ("optimizer state",),
-    "gathered": (GATHERED, PARTS),
-    "reduction": (BUCKETS, GRADS, ON_WAY),
-    "autograd": (WHOLE_GRADS,),
-}
-"""The terms of a plan by the part of the program that allocates them; activations are autograd's too."""
+def peak(engine: str, case: Case) -> tuple[int, int]:
+    """Bytes of device memory at the peak of a forward and backward: measured, and planned. **Collective.**
 
-
-def _group_of(site: str) -> str:
-    if "params/gathered.py" in site or "views/copied_out.py" in site:
-        return "gathered"
-    if "utils/buckets.py" in site:
-        return "reduction"
-    if "setup/sharding.py" in site:
-        return "shards"
-    return "optimizer state" if " update" in site else "autograd"
-
-
-def peak(engine: str, case: Case) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of device memory at the peak of a forward and backward, by group: measured, and planned. **Collective.**
-
-    Transfers are slow, as the plan assumes. `sim.watch` must note stacks.
+    Transfers are slow, as the plan assumes.
     """
-    watch = MemoryWatch()
+    before = torch.sim.memory_allocated()
     charge(Machine(link=1e3, host_link=1e3), dist.get_world_size(), 1)
     trained = BUILDERS[engine](_new(case), case)
     (text,) = _texts(case, 1)
-
-    def run() -> None:
+    for _ in range(3):  # the second in the order that the first has shown
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
         logits = trained.model(text[0])
         trained.backward(F.cross_entropy(logits.float().flatten(0, 1), text[1].flatten()))
-
-    for _ in range(2):  # the second in the order that the first has shown
-        run()
+        torch.accelerator.synchronize()
+        measured = torch.accelerator.max_memory_allocated() - before
         trained.update()
-    found = watch.during(run)
-    torch.accelerator.synchronize()
-    measured = Counter(dict.fromkeys(GROUPS, 0))
-    for site, nbytes in found.items():
-        measured[_group_of(site)] += nbytes
-    terms = Counter({term.name: term.nbytes for term in _plan(case).terms if not term.on_host})
-    return dict(measured), {group: sum(terms[name] for name in names) for group, names in GROUPS.items()}
+    return measured, sum(term.nbytes for term in _plan(case).terms if not term.on_host)
 
 
 def _plan(case: Case) -> WrapPlan:
@@ -283,19 +239,14 @@ def _fully_shard(gpt: GPT, case: Case) -> Trained:
     return _stepped(_in_place(partial(fully_shard, bucket_cap_mb=case.cap_mb / SCALE**2), gpt, case), case)
 
 
-def _fsdp2(gpt: GPT, case: Case, prefetches: bool = False) -> Trained:
+def _fsdp2(gpt: GPT, case: Case) -> Trained:
     model = _in_place(fsdp.fully_shard, gpt, case)
-    if prefetches:
-        order = [model, *model.blocks]
-        for earlier, later in itertools.pairwise(order):
-            earlier.set_modules_to_forward_prefetch([later])
-            later.set_modules_to_backward_prefetch([earlier])
-    kind, options = (torch.optim.AdamW, {"fused": True}) if case.offload else (torch.optim.SGD, {"momentum": 0.9})
-    optimizer = kind(model.parameters(), lr=LR, **options)
+    if not case.offload:
+        return _stepped(model, case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
     def update() -> None:
-        if case.offload:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -342,9 +293,8 @@ BUILDERS: dict[str, Callable[[GPT, Case], Trained]] = {
     "wrapper": _wrapper,
     "fully_shard": _fully_shard,
     "fsdp2": _fsdp2,
-    "fsdp2-prefetch": partial(_fsdp2, prefetches=True),
 }
 """How each engine shards a model."""
 
 ENGINES = [name for name in BUILDERS if name != PLAIN]
-PEERS = [name for name in ENGINES if name.startswith("fsdp2")]
+PEER = "fsdp2"

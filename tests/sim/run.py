@@ -28,28 +28,13 @@ def order_by_seed(seed):
         configure(seed, _EAGERNESS[seed // 2 % 4], ("random", "priority")[seed % 2])
 
 
-def watch(races=True, raises=False, host=True, stacks=True):
+def watch(raises=False, stacks=True):
     """Look for races, also between the host and the device; note where each task was issued.
 
     ``raises`` makes the access that comes second raise, for a debugger; otherwise `races` lists them.
     """
-    loaded().set_checks(races, raises, host)
+    loaded().set_checks(True, raises, True)
     loaded().set_stacks(_where if stacks else None)
-
-
-def races():
-    """Each two accesses so far that no wait orders, as text."""
-    return loaded().races()
-
-
-def reset():
-    """Finish all work, then forget races, statistics and the simulated time."""
-    loaded().reset()
-
-
-def restart():
-    """Drop the work that is still queued, and forget every stream, access and cost: as in a new process."""
-    loaded().restart()
 
 
 def set_cost(name="", fixed=0.0, per_byte=0.0, per_flop=0.0):
@@ -60,26 +45,6 @@ def set_cost(name="", fixed=0.0, per_byte=0.0, per_flop=0.0):
     products only, those of 4-byte elements twice. A task takes the longer of its bytes and its operations.
     """
     loaded().set_cost(name, fixed, per_byte, per_flop)
-
-
-def stats():
-    """Counts of what the device did, by name."""
-    return loaded().stats()
-
-
-def trace():
-    """``(name, device, stream, start, end)`` of each task so far, in simulated time."""
-    return loaded().trace()
-
-
-def host_time():
-    """The host's clock, in simulated time."""
-    return loaded().host_time()
-
-
-def makespan():
-    """The simulated time at which the last stream ends."""
-    return loaded().makespan()
 
 
 def _where(depth=6):

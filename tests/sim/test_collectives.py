@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from tests import sim
 from tests.on_ranks import Body
@@ -124,15 +123,6 @@ def test_a_future_runs_what_depends_on_the_result(seed):
     future = dist.all_reduce(total, async_op=True).get_future()
     doubled = future.then(lambda done: done.value()[0] * 2).wait()
     assert doubled.item() == 6
-
-
-@on_sim(2)
-def test_full_tensor_of_a_dtensor():
-    """A DTensor's `full_tensor` gathers uneven shards."""
-    values = torch.arange(6.0, device="sim").view(3, 2)
-    sharded = distribute_tensor(values, init_device_mesh("sim", (2,)), [Shard(0)])
-    assert sharded.full_tensor().tolist() == values.tolist()
-    assert (sharded * 2).sum().full_tensor().item() == 30
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 5])

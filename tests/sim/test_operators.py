@@ -99,13 +99,6 @@ def test_a_generator_is_its_state(seed):
     assert torch.equal(F.dropout(torch.ones(64)), mask)
 
 
-@on_sim(1)
-def test_a_generator_of_another_device_raises():
-    """As on other devices, an operator takes only a generator of its own device."""
-    with pytest.raises(RuntimeError, match="the generator must be on sim, but is on cpu"):
-        torch.rand(3, generator=torch.Generator("cpu"))
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @on_sim(1)
 def test_activation_checkpointing_keeps_the_random_state(reentrant):
@@ -132,22 +125,6 @@ def test_data_takes_views_and_other_devices():
         nothing = torch.empty(0)
     weight.data = nothing
     assert weight.numel() == 0
-
-
-@on_sim(1)
-def test_results_whose_size_depends_on_values():
-    """Masks and `nonzero` wait for the device and give the CPU's results."""
-    values = torch.tensor([3.0, -1.0, 2.0])
-    assert values[values > 0].tolist() == [3, 2]
-    assert values.nonzero().shape == (3, 1)
-    assert values.sort().values.tolist() == [-1, 2, 3]
-
-
-@on_sim(1)
-def test_memory_of_the_device_is_not_pinned():
-    """Pinned memory is the host's: to ask for it on the device raises, as on CUDA."""
-    with pytest.raises(RuntimeError, match="Only dense CPU tensors can be pinned"):
-        torch.empty(3, device="sim", pin_memory=True)
 
 
 @on_sim(1)

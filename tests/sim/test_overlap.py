@@ -96,24 +96,4 @@ def test_peak_memory_is_as_planned(flags):
     for door in ("wrapper", "fully_shard"):
         _next_run()
         measured, planned = peak(door, case)
-        total = sum(planned.values())
-        assert abs(sum(measured.values()) - total) <= 0.1 * total, (door, measured, planned)
-
-
-@pytest.mark.parametrize("offload", [in_full(False), True])
-@pytest.mark.parametrize("reshard", [True, in_full(False)])
-@on_sim(2)
-def test_any_order_of_work_gives_the_same_losses(reshard, offload):
-    """With uneven rows and buckets of several units, every order of the streams' work gives the serial one's bits."""
-    case = Case(
-        "orders", reshard=reshard, offload=offload, num_blocks=4, dim=16, num_heads=2, vocab=33, batch=2, context=4,
-        cap_mb=16.0,
-    )  # fmt: skip
-    for door in ("wrapper", "fully_shard"):
-        serial = _figures(door, case).losses
-        for seed in range(2):
-            _next_run()
-            sim.order_by_seed(seed)
-            figures = train(door, case)
-            assert not figures.num_races
-            assert figures.losses == serial, (door, seed)
+        assert abs(measured - planned) <= 0.1 * planned, (door, measured, planned)

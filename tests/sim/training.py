@@ -17,7 +17,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fairshard.checkpoint import Checkpointer
-from fairshard.nn import CPUOffloadPolicy, MixedPrecisionPolicy, Owned, RowBlocks, ShardingStrategy, fully_shard
+from fairshard.nn import (
+    AllGather,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    Owned,
+    ReduceScatter,
+    RowBlocks,
+    ShardingStrategy,
+    fully_shard,
+)
 from fairshard.nn import FullyShardedDataParallel as FSDP
 from fairshard.nn.comm_hooks import DefaultState, allreduce_hook, reduce_scatter_hook
 from fairshard.nn.data_parallel import FullStateDictConfig, StateDictType
@@ -29,7 +38,6 @@ from tests import subclass_weights
 from tests.doors.fully_shard import parallel
 from tests.kit import rank_device
 from tests.models import Block
-from tests.sim.comms import OwnGather, OwnReduce
 
 DIM, NUM_STEPS = 6, 3
 SMALL_MB = 300 / 2**20  # less than one block
@@ -62,6 +70,26 @@ class Net(nn.Module):
         return self.last(x)
 
 
+class OwnGather(AllGather):
+    """torch's all-gather."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=True)
+
+
+class OwnReduce(ReduceScatter):
+    """torch's reduce-scatter."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group=group, async_op=True)
+
+
 def build(cell):
     """The sharded net of ``cell`` on this rank's device, the same on every rank."""
     torch.manual_seed(0)
@@ -81,45 +109,47 @@ def build(cell):
     return _fully_sharded(net, cell) if cell.door == "fully_shard" else _wrapped(net, cell)
 
 
+WAYS = {
+    "small_buckets": {"bucket_cap_mb": SMALL_MB},
+    "medium_buckets": {"bucket_cap_mb": MEDIUM_MB},
+    "no_shard": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "keeps_gathered": {"reshard_after_forward": False},
+    "writes_in_forward": {"forward_prefetch": False},
+    "nan_check": {"nan_check": True},
+}
+"""The arguments of a way that needs nothing else."""
+PLACEMENTS = {
+    "device": {},
+    "offload": {"cpu_offload": True},
+    "master": {"move_grads_to_cpu": True},
+    "held": {"cpu_offload": True, "move_grads_to_cpu": False},
+}
+
+
+def _options(cell):
+    options = {name: value for way in cell.ways & WAYS.keys() for name, value in WAYS[way].items()}
+    return options | ({"reshard_after_forward": max(dist.get_world_size() // 2, 1)} if "few" in cell.ways else {})
+
+
 def _wrapped(net, cell):
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(cell.precision)
-    options = {"mixed_precision": True, "compute_dtype": low} if low else {}
-    options |= {"device_id": torch.device(rank_device().type, 0)} if rank_device().type != "cpu" else {}
+    options = _options(cell) | PLACEMENTS[cell.placement]
+    options |= {"mixed_precision": True, "compute_dtype": low} if low else {}
+    options |= {"device_id": torch.accelerator.current_device_index()} if rank_device().type != "cpu" else {}
     options |= {"use_orig_params": True} if cell.door == "orig" else {}
     options |= {"placement_fn": lambda _param: Owned()} if "owned" in cell.ways else {}
-    options |= {
-        "device": {},
-        "offload": {"cpu_offload": True},
-        "master": {"move_grads_to_cpu": True},
-        "held": {"cpu_offload": True, "move_grads_to_cpu": False},
-    }[cell.placement]
-    if "small_buckets" in cell.ways:
-        options["bucket_cap_mb"] = SMALL_MB
-    if "no_shard" in cell.ways:
-        options["sharding_strategy"] = ShardingStrategy.NO_SHARD
     if "hybrid" in cell.ways:
         options |= {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh_of(cell)}
-    if "few" in cell.ways:
-        options["reshard_after_forward"] = max(dist.get_world_size() // 2, 1)
-    if "keeps_gathered" in cell.ways:
-        options["reshard_after_forward"] = False
-    if "writes_in_forward" in cell.ways:
-        options["forward_prefetch"] = False
-    if "ignored" in cell.ways:
-        options["ignored_modules"] = [net.last]
-    if "nan_check" in cell.ways:
-        options["nan_check"] = True
-    inner = {name: value for name, value in options.items() if name != "ignored_modules"}
     for index, block in enumerate(net.blocks):
-        net.blocks[index] = FSDP(block, **inner)
-    model = FSDP(net, **options)
+        net.blocks[index] = FSDP(block, **options)
+    model = FSDP(net, ignored_modules=[net.last] if "ignored" in cell.ways else None, **options)
     if "hook" in cell.ways:
         model.register_comm_hook(_HookState(), allreduce_hook if "no_shard" in cell.ways else _reduce)
     return model
 
 
 def _fully_sharded(net, cell):
-    options = {"mesh": mesh_of(cell)}
+    options = {"mesh": mesh_of(cell), **_options(cell)}
     if cell.precision == "bf16":
         reduce = torch.float32 if "mixed_dtypes" in cell.ways else None
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
@@ -129,12 +159,6 @@ def _fully_sharded(net, cell):
         options["shard_placement_fn"] = lambda _param: RowBlocks(1)
     if "owned" in cell.ways:
         options["shard_placement_fn"] = lambda _param: Owned()
-    if "few" in cell.ways:
-        options["reshard_after_forward"] = max(dist.get_world_size() // 2, 1)
-    if "small_buckets" in cell.ways:
-        options["bucket_cap_mb"] = SMALL_MB
-    if "medium_buckets" in cell.ways:
-        options["bucket_cap_mb"] = MEDIUM_MB
     for block in net.blocks:
         fully_shard(block, **options)
     model = fully_shard(net, **options)

@@ -77,7 +77,6 @@ void* allocate(size_t nbytes, StreamId stream) {
   block->asked = nbytes;
   s.in_use[stream.device] += nbytes;
   s.at_most[stream.device] = std::max(s.at_most[stream.device], s.in_use[stream.device]);
-  if (s.logs_memory) s.memory_log.push_back({block->ptr, static_cast<int64_t>(nbytes), where});
   Queue& queue = queue_of(stream);
   char* ptr = block->ptr;
   size_t size = block->size;
@@ -93,19 +92,12 @@ void release(void* ptr) {
   Block* block = block_of(static_cast<char*>(ptr));
   block->live = false;
   s.in_use[block->stream.device] -= block->asked;
-  if (s.logs_memory) s.memory_log.push_back({ptr, -static_cast<int64_t>(block->asked), ""});
   if (block->uses.empty()) {
     s.pools[block->stream].push_back(block);
   } else {
     leave(block, block->uses);
     block->uses.clear();
   }
-}
-
-std::vector<Allocated> memory_log() {
-  auto lock = locked();
-  state().logs_memory = true;
-  return std::exchange(state().memory_log, {});
 }
 
 void record_stream(void* ptr, StreamId stream) {

@@ -29,13 +29,6 @@ py::list traced() {
   return list;
 }
 
-py::list memory_log() {
-  py::list list;
-  for (auto& each : sim::memory_log())
-    list.append(py::make_tuple(reinterpret_cast<uintptr_t>(each.ptr), each.nbytes, each.where));
-  return list;
-}
-
 py::dict counts() {
   auto& s = sim::stats();
   using namespace py::literals;
@@ -76,7 +69,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reach_host_time", &sim::reach_host_time, Free());
   m.def("own_host_time", &sim::own_host_time);
   m.def("drop_host_time", &sim::drop_host_time);
-  m.def("memory_log", &memory_log);
   m.def("set_stacks", &set_stacks);
   m.def("races", &sim::races, Free());
   m.def("reset", &sim::reset, Free());

@@ -110,13 +110,6 @@ struct Traced {
 };
 std::vector<Traced> trace();
 
-struct Allocated {
-  const void* ptr;
-  int64_t nbytes;  // negative: released
-  std::string where;
-};
-std::vector<Allocated> memory_log();  // of device memory since the last call; the first call starts it
-
 struct Stats {
   uint64_t tasks = 0, syncs = 0, pageable = 0, host_casts = 0, exchanges = 0, pumped = 0, forced = 0, reused = 0;
   uint64_t host_accesses = 0;

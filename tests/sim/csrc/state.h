@@ -81,8 +81,6 @@ struct State {
   Clock host_clock{0};
   HostTime host_time;
   double launch = 0;
-  bool logs_memory = false;
-  std::vector<Allocated> memory_log;
   std::mt19937_64 rng{0};
   double eagerness = 0;
   Policy policy = SERIAL;
