@@ -11,7 +11,7 @@
 #   make kill                     kill -9 a training run 1,000 times, in saves and between; ARGS="--kills 99"
 #   make drill                    let ranks die, part ways and run dry, 20 times each; ARGS="--times 3"
 #   make soak                     5,000 steps with saves and a resume, watched for leaks; ARGS="--steps 1000"
-#   make check                    ruff, mypy, the architecture test, the docs with warnings as errors
+#   make check                    ruff, mypy, imports, the architecture test, the docs with warnings as errors
 #   make docs                     docs/_build/html/index.html
 #   make screenshots              the pages of `make docs` in a browser, wide and narrow, light and dark; needs chromium
 #   make clients                  other people's trainers beside torch's engine, in an environment with their packages
@@ -77,6 +77,7 @@ clients:
 check: $(INSTALLED) docs
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict fairshard
+	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/test_architecture.py
 
 docs: $(INSTALLED)

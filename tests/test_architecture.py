@@ -30,22 +30,6 @@ LIMITS = {
 
 UTILS = "fairshard.utils"
 
-# Floors, bottom to top: the modules directly below fairshard/. A module imports from its own floor or a lower one.
-FLOORS = [
-    *("errors", "version", "utils", "params", "engine", "settings", "views", "checks", "setup"),
-    *("state", "planning", "optim", "nn", "checkpoint", "extras", "observe", "integrations", "cli"),
-]
-
-# Imports that still point up, by importing module: names that doors offer, and wings that are not listeners yet.
-EXTRAS = "fairshard.extras"
-EXCEPTIONS: dict[str, set[str]] = {
-    "fairshard.nn.data_parallel": {f"{EXTRAS}.observe.{name}" for name in ("observer", "unit_event")},
-    "fairshard.nn.data_parallel.wrapper.grads": {f"{EXTRAS}.join.{name}" for name in ("join", "optimizers")},
-    "fairshard.nn.wrap": {f"{EXTRAS}.planning.{name}" for name in ("describe", "peak", "wrap_plan")},
-    "fairshard.optim": {f"{EXTRAS}.muon.muon"},
-    "fairshard.optim.sharded_grad_scaler": {f"{EXTRAS}.join.optimizers"},
-}
-
 # Files that still import each other, directly or not.
 CIRCLES: list[set[str]] = []
 
@@ -137,22 +121,6 @@ def imports(path):
         yield from ((node.lineno, name) for name in names if name.split(".")[0] == "fairshard")
 
 
-def floor_of(name):
-    """Number of the floor of module ``name``; the package itself, which offers names of all rooms, is the roof."""
-    return FLOORS.index(name.split(".")[1]) if "." in name else len(FLOORS)
-
-
-@in_each_file
-def test_imports_point_down(path):
-    """A module imports from its own floor and the floors below, never from above, not even for types."""
-    name = module_name(path)
-    up = {target: line for line, target in imports(path) if floor_of(target) > floor_of(name)}
-    excepted = EXCEPTIONS.get(name, set())
-    for target, line in up.items():
-        assert target in excepted, f"{path}:{line}: {name} imports {target}, which lies above it"
-    assert up.keys() == excepted, f"{name} no longer imports {excepted - up.keys()}: take it from EXCEPTIONS"
-
-
 def circles(graph):
     """The sets of two or more nodes of ``graph`` that reach each other."""
     reached = {start: {start} for start in graph}
@@ -176,23 +144,6 @@ def test_no_two_files_import_each_other():
     """No imports form a circle, type-only imports included: each file can be read after those it imports."""
     graph = {name: {target for _, target in imports(file)} & KNOWN.keys() - {name} for name, file in KNOWN.items()}
     assert circles(graph) == {frozenset(names) for names in CIRCLES}
-
-
-def test_no_room_needs_an_integration():
-    """Only the command line may know the integrations, which import other people's packages."""
-    for name, path in KNOWN.items():
-        if not name.startswith(("fairshard.integrations", "fairshard.cli")):
-            wanted = [target for _, target in imports(path) if target.startswith("fairshard.integrations")]
-            assert not wanted, f"{name} imports {wanted}"
-
-
-def test_extras_do_not_know_each_other():
-    """Each folder of ``fairshard.extras`` imports from itself and from other rooms only."""
-    for name, path in KNOWN.items():
-        if name.startswith(f"{EXTRAS}."):
-            wing = ".".join(name.split(".")[:3])
-            others = [target for _, target in imports(path) if target.startswith(f"{EXTRAS}.")]
-            assert all(target == wing or target.startswith(f"{wing}.") for target in others), f"{name}: {others}"
 
 
 def test_span_imports_nothing():

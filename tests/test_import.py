@@ -47,6 +47,38 @@ def test_importing_costs_little():
     assert len(doors) <= MAX_MODULES_OF_BOTH_DOORS
 
 
+WITHOUT_WINGS = """
+import sys
+wings = tuple("fairshard." + name for name in ("extras", "checkpoint", "integrations", "cli"))
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith(wings):
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+import torch
+from fairshard.nn import FullyShardedDataParallel, fully_shard
+from fairshard.optim import CPUOptimizer, ShardedGradScaler
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+for door in (FullyShardedDataParallel, fully_shard):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    model[0] = door(model[0])
+    model = door(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    model.load_state_dict(model.state_dict())
+    assert not torch.equal(model.state_dict()["1.bias"], before["1.bias"])
+print(sorted(name for name in sys.modules if name.startswith(wings)))
+"""
+
+
+def test_both_doors_train_without_any_wing():
+    """A wing is imported when a user asks for it, never to train: each can be deleted."""
+    run = subprocess.run([sys.executable, "-c", WITHOUT_WINGS], capture_output=True, text=True)
+    assert run.stdout == "[]\n", run.stderr
+
+
 def lazy_packages():
     """The packages whose names are imported when they are used, and the source of each."""
     for path in FILES:

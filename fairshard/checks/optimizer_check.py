@@ -184,6 +184,13 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
             OrderCheck.of(root).count_step()
 
 
+def needs_all(optimizer: Optimizer, what: str) -> None:
+    """Tell observers of the models of ``optimizer`` that ``what``, which needs all ranks, is called."""
+    for root in _stepped_roots(optimizer):
+        for observer in root.observers:
+            observer.needs_all(what)
+
+
 def _stepped_roots(optimizer: Optimizer) -> list[Root]:
     """The models of which ``optimizer`` holds shards, in the order of its parameters: it is the same on all ranks."""
     params = [param for group in optimizer.param_groups for param in group["params"]]

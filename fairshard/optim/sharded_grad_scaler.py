@@ -12,8 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fairshard.checks.optimizer_check import check_gradients
-from fairshard.extras.join.optimizers import check_scaler
+from fairshard.checks.optimizer_check import check_gradients, needs_all
 from fairshard.optim.cpu_optimizer import CPUOptimizer
 from fairshard.utils.device import default_device_type
 from fairshard.utils.groups import communicator, default_group
@@ -89,7 +88,7 @@ class ShardedGradScaler(GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Multiply all gradients by ``inv_scale``; returns whether gradients of any rank overflowed."""
-        check_scaler(optimizer)
+        needs_all(optimizer, "ShardedGradScaler.unscale_")
         check_gradients(optimizer)
         if isinstance(optimizer, CPUOptimizer):
             grads = optimizer.gradients()

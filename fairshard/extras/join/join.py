@@ -125,6 +125,10 @@ class Join(Observer):
         root.order.forget()
         leave(root)
 
+    def leave(self) -> None:
+        """See `leave`."""
+        leave(self._root)
+
     # ---- a rank that computes
 
     def pass_begins(self, unit: Unit, is_trained: bool) -> None:

@@ -72,11 +72,6 @@ class JoinedOptimizers:
         join.announce_call("step", lambda: (self._key(optimizer), _num_steps[optimizer], _settings(optimizer)))
         self._stepped[optimizer] = None
 
-    def before_unscale(self, optimizer: Optimizer) -> None:
-        """Check that all ranks compute, before a loss scaler reads the gradients of ``optimizer``."""
-        if self.join is not None and self._is_open and self._holds(optimizer):
-            self.join.needs_all("ShardedGradScaler.unscale_")
-
     # ---- a rank that is done
 
     def follow(self, key: _Key, num_steps: int, settings: _Settings) -> Callable[[], object]:
@@ -205,12 +200,6 @@ def _set(optimizer: Optimizer, settings: Sequence[dict[str, Any]]) -> None:
                 group[name].fill_(value)
             elif _plain(group.get(name)) != value:
                 group[name] = value
-
-
-def check_scaler(optimizer: Optimizer) -> None:
-    """Raise on all ranks if a rank is done, because its loss scaler could not follow those of the others."""
-    for joined in list(_open):
-        joined.before_unscale(optimizer)
 
 
 @untraced

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +14,8 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from fairshard.checks.order_check import OrderCheck
 from fairshard.checks.usage import assert_idle
-from fairshard.checks.values_check import compare_values
-from fairshard.engine.root import Root
 from fairshard.engine.tree import units_below
 from fairshard.errors import TrainingStateError
-from fairshard.extras.join.join import Call, Join, leave
-from fairshard.extras.join.optimizers import JoinedOptimizers, without_grads
 from fairshard.nn.comm_hooks import LOW_PRECISION_HOOKS
 from fairshard.nn.data_parallel.wrapper.state import StateMethods
 from fairshard.optim.grad_norm import clip_grad_norm_
@@ -217,20 +212,16 @@ class GradMethods(StateMethods):
         if not enable:
             yield
             return
-        optimizers, join = self._join(throw_on_early_termination, divide_by_initial_world_size, stateful)
-        try:
-            with join.taking_part(optimizers.finish):
-                yield
-        finally:
-            optimizers.close()
-            join.close()
+        with self._joined(throw_on_early_termination, divide_by_initial_world_size, stateful).taking_part():
+            yield
 
     # ---- for torch.distributed.algorithms.Join, which must be given this wrapper alone
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Hook that PyTorch's ``Join([model])`` calls on a rank that is done; keywords are those of `join`."""
         divides_by_all = kwargs.get("divide_by_initial_world_size", True)
-        return _Hook(*self._join(False, divides_by_all, kwargs.get("stateful", ())))
+        hook: JoinHook = self._joined(False, divides_by_all, kwargs.get("stateful", ()))
+        return hook
 
     @property
     def join_device(self) -> torch.device:
@@ -244,30 +235,22 @@ class GradMethods(StateMethods):
         return group.resolve()
 
     def _configure_join(self, config: Any) -> None:
-        root = self._require_root("join")
+        join = self._require_root("join").join
+        if join is not None:
+            join.throws = config.throw_on_early_termination
+            if not (config.is_first_joinable and config.enable):
+                join.leave()
         if not config.is_first_joinable:
-            leave(root)
             raise ValueError("A wrapper must be alone in PyTorch's Join, but is not the first. Use model.join().")
-        if not config.enable:
-            leave(root)
-        elif root.join is not None:
-            root.join.throws = config.throw_on_early_termination
 
     _join_config = property(fset=_configure_join, doc="Configuration that PyTorch's Join sets.")
 
     # ---- private
 
-    def _join(self, throws: bool, divides_by_all: bool, stateful: Iterable[Any]) -> tuple[JoinedOptimizers, Join]:
-        root = self._require_root("join")
-        optimizers = JoinedOptimizers(root, stateful)
-        calls: dict[str, Call] = {"step": optimizers.follow, "clip_grad_norm_": partial(_follow_clip, root)}
-        join = Join(root, throws, divides_by_all, calls)
-        compare_values(root)  # a rank may run out of batches before its first forward
-        leave(root)
-        assert_idle(root, "join")
-        join.enter()
-        optimizers.open(join)
-        return optimizers, join
+    def _joined(self, *arguments: Any) -> Any:
+        from fairshard.extras.join.joined import Joined  # only models with uneven inputs need it
+
+        return Joined(self._require_root("join"), *arguments)
 
 
 Joinable.register(GradMethods)
@@ -303,32 +286,3 @@ def _number(name: str, value: Any) -> float:
             f"`{name}` of clip_grad_norm_ must be a number, but is a {type(value).__name__}. The method knows the "
             "parameters, unlike torch's function: call `model.clip_grad_norm_(max_norm)`."
         ) from error
-
-
-class _Hook(JoinHook):
-    """Hook that PyTorch's ``Join`` runs on a rank that is done."""
-
-    def __init__(self, optimizers: JoinedOptimizers, join: Join) -> None:
-        self._optimizers = optimizers
-        self._join = join
-
-    def main_hook(self) -> None:
-        """Take part in the next collectives of the other ranks."""
-        self._join.follow_pass()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Finish when all ranks are done."""
-        try:
-            self._optimizers.finish()
-        finally:
-            self._optimizers.close()
-            self._join.close()
-
-
-def _follow_clip(root: Root, max_norm: float, norm_type: float) -> Callable[[], object]:
-    def clip() -> None:
-        ignored = dict.fromkeys(param for unit in root.units for param in unit.origin.ignored.params)
-        with without_grads(list(ignored)):
-            clip_grad_norm_(root.units, max_norm, norm_type)
-
-    return clip
