@@ -148,7 +148,6 @@ INTERNAL = {
     },
     "MixedPrecisionPolicy": {"precision"},
     "ModuleWrapPolicy": {"overrides"},
-    "Preemption": {"leave_to_parent"},
     "RowBlocks": {"block_of"},
     "ShardingStrategy": {"is_hybrid", "reshards_after_forward"},
 }

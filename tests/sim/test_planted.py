@@ -99,6 +99,7 @@ EXCUSED = {
     "checkpoint.agreement:_Busy._send:wait": THREAD,
     "checkpoint.checkpointer:Checkpointer.load_latest:wait": THREAD,
     "checkpoint.checkpointer:Checkpointer.load_step:wait": THREAD,
+    "checkpoint.checkpointer:Checkpointer.__exit__:wait": THREAD,
     "checkpoint.checkpointer:Checkpointer.close:wait": THREAD,
     "checkpoint.checkpointer:Checkpointer.save:wait": THREAD,
     "checkpoint.checkpointer:Checkpointer.save:wait-2": THREAD,
