@@ -68,7 +68,7 @@ def load(
     Raises:
         CheckpointError: on every rank, if a file is missing or damaged, or the checkpoint is of a different model,
             optimizer, scheduler or scaler.
-        ValueError: on every rank, if the optimizer's state or groups do not fit.
+        ValueError: on every rank, if the optimizer's state or groups do not fit, or parameters are on the meta device.
     """
     training = Training(model, optimizer, scheduler, scaler, extra)
     return load_training(folder, training, allow_unverified)
@@ -197,6 +197,12 @@ class Loading:
         """Allocate the targets; returns the `ModelTarget.missing`."""
         training, metadata = self._training, self._reader.read_metadata()
         known = metadata.state_dict_metadata
+        empty = [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]
+        if empty:
+            raise ValueError(
+                f"A model must have memory to load into, but `{empty[0]}` and {len(empty) - 1} more are on the meta "
+                "device. Call `model.to_empty(device=...)` first."
+            )
         self._model = ModelTarget(self._folder, state, metadata, params)
         self._values.update(self._model.values)
         if training.optimizer is not None:

@@ -94,11 +94,16 @@ def wrapper_config(module: nn.Module) -> Mapping[str, Any] | None:
     return config
 
 
+def _classes_of(given: Any) -> tuple[Any, ...]:
+    """The classes that were ``given``, several or one."""
+    return tuple(given) if isinstance(given, Iterable) else (given,)
+
+
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: ModuleClasses
 ) -> bool:
     """Wrap instances of ``transformer_layer_cls``, the blocks of a transformer."""
-    return recurse or isinstance(module, tuple(transformer_layer_cls))
+    return recurse or isinstance(module, _classes_of(transformer_layer_cls))
 
 
 def lambda_auto_wrap_policy(
@@ -129,7 +134,7 @@ class ModuleWrapPolicy:
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        classes = tuple(module_classes) if isinstance(module_classes, Iterable) else (module_classes,)
+        classes = _classes_of(module_classes)
         for cls in classes:
             if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
                 raise TypeError(f"`module_classes` must be classes of modules, such as {{Block}}, but hold {cls!r}.")

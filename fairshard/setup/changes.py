@@ -73,7 +73,7 @@ def adopt_all_changes(module: nn.Module, units: Sequence[Unit]) -> None:
         raise FairshardError(
             "Parameters must have memory and values before the first forward, but "
             f"{', '.join(f'`{fqn}`' for fqn in left[:3])} and {max(0, len(left) - 3)} more are still on the meta "
-            "device. Call `model.to_empty(device=...)`, then initialise them, or load a state dict."
+            "device. Call `model.to_empty(device=...)`, then initialise them, or load a state dict with `assign=True`."
         )
     check_all_known(module)
     for slot, _ in pairs:  # RNNs rebuild their lists of weights whenever they are moved

@@ -1,10 +1,12 @@
 """A run loads what another saved, with any number of ranks, wrapping and placement, and continues alike."""
 
+import copy
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -118,6 +120,25 @@ def _load_odd(folder):
         warnings.simplefilter("ignore")
         load(folder, model, optimizer)
     return whole(model, optimizer)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("empty", ["a plain module", "an ignored one"])
+def test_a_model_without_memory_is_refused(shared_folder, empty):
+    """Values copied into the meta device would be lost; with memory the same model loads."""
+    layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(rank_device())
+    save(shared_folder, FSDP(copy.deepcopy(layers)), step=3)
+    target = copy.deepcopy(layers)
+    if empty == "a plain module":
+        target = target.to("meta")
+    else:
+        target[1] = target[1].to("meta")
+        target = FSDP(target, ignored_modules=[target[1]])
+    with pytest.raises(ValueError, match=r"`1\.weight`|`0\.weight`.* on the meta device"):
+        load(shared_folder, target)
+    if empty == "a plain module":
+        assert load(shared_folder, target.to_empty(device=rank_device())) == 3
+        assert_same_state(target.state_dict(), layers.state_dict())
 
 
 # ---- plain torch

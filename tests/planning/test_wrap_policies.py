@@ -113,6 +113,15 @@ def test_by_class(source):
         assert chosen(Linears(), policy, include_root=True).keys() == {"0", "1", ""}
 
 
+def test_one_class_needs_no_set():
+    """Both policies of classes take one class, too."""
+    for policy in (
+        ours.ModuleWrapPolicy(nn.Sequential),
+        functools.partial(ours.transformer_auto_wrap_policy, transformer_layer_cls=nn.Sequential),
+    ):
+        assert chosen(Linears(), policy).keys() == {"0", "1"}
+
+
 @pytest.mark.parametrize("source", [ours, theirs])
 def test_custom_policy_may_override_arguments(source):
     """True wraps with the outer arguments, a dict with others, False not at all."""

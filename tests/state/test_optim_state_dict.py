@@ -236,6 +236,9 @@ def test_one_rank_alone_can_convert_fairscales_state():
         del state["state"][0]["exp_avg"]
         with pytest.raises(ValueError, match="must have the same state"):
             fresh.get_shard_from_optim_state_dict(state)
+    else:
+        with pytest.raises(TypeError, match=r"must be, on every rank, the dict .*, but is None"):
+            fresh.get_shard_from_optim_state_dict(state)
     dist.barrier()
     train(fresh, torch.optim.Adam(fresh.parameters()), range(1))
 

@@ -199,8 +199,14 @@ class OptimStateMethods(UnitAttributes):
         assumed.
 
         Raises:
+            TypeError: this rank has no dict; `gather_full_optim_state_dict` returns one on a single rank.
             ValueError: the state does not combine into the state of one shard.
         """
+        if not isinstance(full_optim_state_dict, Mapping):
+            raise TypeError(
+                "`full_optim_state_dict` must be, on every rank, the dict that one rank has gathered, but is "
+                f"{full_optim_state_dict!r}. Send the dict to all ranks, or call `scatter_full_optim_state_dict`."
+            )
         params = OptimParams(self, is_local=True)
         groups = params.groups_of(optim)
         numbered = [params.in_order(name for param in own for name in params.of(param).first_names) for own in groups]
