@@ -43,8 +43,9 @@ class NanCheck(Observer):
 
     def grads_sent(self, unit: Unit) -> None:
         """Record whether this rank's own gradients of ``unit`` are finite, before they are reduced."""
-        slots = [slot for flat_param in unit.flat_params for slot in flat_param.slots] if self.is_on else []
-        self._seen += [(slot.fqn, _is_finite(slot.leaf.grad)) for slot in slots if slot.leaf.grad is not None]
+        if self.is_on:
+            slots = [slot for flat_param in unit.flat_params for slot in flat_param.slots]
+            self._seen += [(slot.fqn, _is_finite(slot.leaf.grad)) for slot in slots if slot.leaf.grad is not None]
 
     def interrupted(self, in_backward: bool) -> None:
         """Drop the records of a pass that was interrupted."""

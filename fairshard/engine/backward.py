@@ -192,10 +192,11 @@ class Backward:
         for unit, flat_param, _ in self.plan.leaves:
             if not flat_param.line.numel:
                 flat_param.drop_grads()
-            elif flat_param.has_leaf_grads and 1 not in flat_param.reached:
-                return unexpected_error(flat_param.name)
-            elif flat_param.has_leaf_grads and unit.sync:
-                return late_error(unit.fqn)
+            elif flat_param.has_leaf_grads:
+                if 1 not in flat_param.reached:
+                    return unexpected_error(flat_param.name)
+                if unit.sync:
+                    return late_error(unit.fqn)
         return None
 
     def abandon(self) -> None:

@@ -145,7 +145,9 @@ class Unit:
         stays = self is self.root.units[0] and not self.rule.reshard_root  # the backward reaches it first
         after_forward = bool(self.reshard_after_forward) and not stays
         after_backward = self.reshard_after_backward and not (self.rule.keeps_in_no_sync and not self.sync)
-        self.keeps = Keeps(after_forward, after_backward, self.rule.keeps_across_passes or not after_backward)
+        keeps = after_forward, after_backward, self.rule.keeps_across_passes or not after_backward
+        if keeps != self.keeps:  # to make one takes host time
+            self.keeps = Keeps(*keeps)
 
     def copied_out(self, tensor: Tensor) -> Tensor:
         """``tensor``, or a copy of it if it lies in memory that is freed with the parameters."""
